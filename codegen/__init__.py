@@ -1,0 +1,1 @@
+"""Writes the package: decisions in Python, layout in templates."""

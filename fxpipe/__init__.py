@@ -1,0 +1,1 @@
+"""fxpipe: a compiler for pipeline parallelism in PyTorch."""

@@ -1,0 +1,256 @@
+"""The types between the passes. Each pass is a function from earlier ones of these to one more.
+
+    target -> Capture -> Profile -> Chain -> Plan -> Wiring -> Package
+
+All are frozen. A value is named after the graph node that computes it, an op likewise; bytes and
+milliseconds are those of one micro-batch unless a name says otherwise.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from torch import Tensor, fx
+
+from fxpipe.runtime.manifest import TensorSpec
+from fxpipe.runtime.structure import Structure
+from fxpipe.schedule import Schedule
+
+
+class CheckpointMode(StrEnum):
+    """Which micro-batches a stage recomputes in backward (torchgpipe, section 2.1)."""
+
+    NEVER = "never"
+    EXCEPT_LAST = "except_last"
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """The line of the user's code that an op comes from."""
+
+    file: str
+    line: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """What is known of one graph node besides its place in the graph.
+
+    `module` is the path of the module whose forward called it, `storages` names, for each tensor it
+    returns, the value whose memory that is (itself if new), `mutates` the values, parameters and
+    buffers it writes in place, and `random` says that it draws from torch's random generator.
+    """
+
+    name: str
+    module: str
+    source: SourceLine | None
+    storage: str
+    mutates: tuple[str, ...] = ()
+    random: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One tensor that the user passes: its placeholder and whether it is cut into micro-batches."""
+
+    name: str
+    batched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """The model as one torch-level graph that holds its real modules, parameters and buffers.
+
+    `get_attr` nodes read parameters and buffers under the model's own names; calls of stock
+    `torch.nn` modules are `call_module` nodes; sizes that depend on the batch are expressions in
+    `TensorSpec`, never values. `outputs` are the values of the output's tensors in the order of
+    `output_structure`. `aliases` maps each further name of a tied parameter to its first.
+    """
+
+    model_name: str
+    graph: fx.GraphModule
+    ops: Mapping[str, Op]
+    specs: Mapping[str, TensorSpec]
+    inputs: tuple[Input, ...]
+    input_structure: Structure
+    signature: tuple[str, ...]
+    outputs: tuple[str, ...]
+    output_structure: Structure
+    state: Mapping[str, Tensor]
+    aliases: Mapping[str, str]
+    non_persistent: frozenset[str]
+    batch: int
+    fingerprint: str
+    checked: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """What one op costs on one micro-batch.
+
+    `saved` are the storages that its backward keeps: (value whose memory it is, bytes), parameters
+    left out.
+    """
+
+    forward_ms: float
+    backward_ms: float
+    saved: tuple[tuple[str, int], ...] = ()
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Time of one message between two devices: latency_ms + bytes / bytes_per_ms."""
+
+    latency_ms: float
+    bytes_per_ms: float
+
+    def transfer_ms(self, n_bytes: int) -> float:
+        """Milliseconds that a message of `n_bytes` holds the link."""
+        return self.latency_ms + n_bytes / self.bytes_per_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Costs by op, the link between devices, and how they were got.
+
+    `capacity_bytes` is what one device holds. `batch` is the micro-batch's rows.
+    """
+
+    costs: Mapping[str, OpCost]
+    link: Link
+    device: str
+    capacity_bytes: int
+    batch: int
+    fingerprint: str
+    origin: str = "measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that one block computes and later blocks read. `gradient`: one flows back."""
+
+    name: str
+    bytes: int
+    producer: int
+    consumers: tuple[int, ...]
+    gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Ops that must stay on one device, in order, with their cost.
+
+    `saved` and `parameters` name storages, so that what two blocks share is counted once a stage.
+    """
+
+    ops: tuple[str, ...]
+    forward_ms: float
+    backward_ms: float
+    saved: tuple[tuple[str, int], ...] = ()
+    parameters: tuple[tuple[str, int], ...] = ()
+    buffers: tuple[tuple[str, int], ...] = ()
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Blocks in execution order; a stage is a run of them.
+
+    `cuttable[k]` says whether a stage may end after block k (the last block always may). Values
+    are those read by another block than their producer's; model inputs (producer -1) go straight
+    from the caller to each stage that reads them.
+    """
+
+    blocks: tuple[Block, ...]
+    values: tuple[Value, ...]
+    cuttable: tuple[bool, ...]
+
+    def crossing(self, k: int) -> tuple[Value, ...]:
+        """The values that a cut after block k sends on."""
+        return tuple(v for v in self.values if 0 <= v.producer <= k < max(v.consumers))
+
+
+@dataclass(frozen=True, slots=True)
+class StageEstimate:
+    """What the plan predicts of one stage; times and saved bytes are of one micro-batch."""
+
+    forward_ms: float
+    backward_ms: float
+    parameter_bytes: int
+    saved_bytes: int
+    received_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the simulator predicts of one training step."""
+
+    step_ms: float
+    bubble: float
+    peak_bytes: tuple[int, ...]
+    stages: tuple[StageEstimate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Cuts, schedule and recomputation together, with what they are predicted to cost.
+
+    `cuts[j]` is the number of blocks before stage j+1; stage j runs on `stage_to_device[j]`.
+    `bound_ms` is a proven lower bound on the step time of any plan with this schedule, where the
+    solver gives one.
+    """
+
+    cuts: tuple[int, ...]
+    stage_to_device: tuple[int, ...]
+    schedule_name: str
+    schedule: Schedule
+    checkpoint: tuple[CheckpointMode, ...]
+    estimate: Estimate
+    solver: str
+    bound_ms: float | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """How far the predicted step lies above the bound, as a share of the step."""
+        if self.bound_ms is None:
+            return None
+        return max(0.0, 1 - self.bound_ms / self.estimate.step_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A value that a stage takes. `source` is the producing stage, None for the model's input.
+
+    A portal comes from a stage other than the one before (torchgpipe, section 3.3).
+    """
+
+    value: str
+    source: int | None
+    portal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StageWiring:
+    """One stage's ops in order, what it takes and what it hands on."""
+
+    ops: tuple[str, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """The stages and how values go between them."""
+
+    stages: tuple[StageWiring, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PackageFiles:
+    """File name to content, as emission made it."""
+
+    files: Mapping[str, str]
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Executes a package: one process, a lane per device."""

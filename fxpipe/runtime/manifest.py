@@ -1,0 +1,226 @@
+"""plan.json as data: the one description that the compiler writes and the runtime reads."""
+
+import dataclasses
+import json
+import re
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpipe.errors import PackageError
+from fxpipe.runtime.structure import Structure
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, dtype and gradient of a value; a dimension is a number or an expression in `batch`."""
+
+    shape: tuple[int | str, ...]
+    dtype: str
+    requires_grad: bool = False
+
+    def sizes(self, batch: int) -> tuple[int, ...]:
+        """The shape with `batch` rows."""
+        return tuple(dim if isinstance(dim, int) else _size(dim, batch) for dim in self.shape)
+
+    def bytes(self, batch: int) -> int:
+        """Bytes of the value with `batch` rows."""
+        n_elements = 1
+        for size in self.sizes(batch):
+            n_elements *= size
+        return n_elements * self.torch_dtype.itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch knows it."""
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def batch_dim(self) -> int | None:
+        """The dimension whose size is the batch, if there is one."""
+        return self.shape.index("batch") if "batch" in self.shape else None
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """A tensor of the caller: split into micro-batches along dimension 0, or whole to each."""
+
+    value: str
+    batched: bool
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PortSpec:
+    """A parameter of a stage's forward and where its value comes from.
+
+    `source` is the stage that makes it, None for the caller. A portal comes from a stage other
+    than the one before.
+    """
+
+    parameter: str
+    value: str
+    source: int | None
+    portal: bool
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """A value that a stage returns, or, with its stage (None: the caller's own), the pipeline."""
+
+    value: str
+    stage: int | None
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """One stage: its file, its ports, and what is predicted of it for one micro-batch.
+
+    `parameters` and `buffers` are the names, as in the original's state, of what it holds;
+    `mutated_buffers` those that forward writes; `random` says that forward draws random numbers.
+    """
+
+    file: str
+    class_name: str
+    device: int
+    checkpoint: str
+    random: bool
+    ops: int
+    inputs: tuple[PortSpec, ...]
+    outputs: tuple[OutputSpec, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    mutated_buffers: tuple[str, ...]
+    forward_ms: float
+    backward_ms: float
+    parameter_bytes: int
+    saved_bytes: int
+    received_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """A parameter or buffer of the original model, in its order. `alias_of`: tied to that one."""
+
+    name: str
+    kind: typing.Literal["parameter", "buffer", "constant"]
+    spec: TensorSpec
+    alias_of: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateSpec:
+    """The predicted training step: milliseconds, idle share, bytes per device."""
+
+    step_ms: float
+    bubble: float
+    peak_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All that the runtime must know of a package besides its stage files and schedule.csv.
+
+    `signature` are the names of the model's forward parameters in order; `input_structure`
+    describes the dict of those that were given. `batch` is the batch it was planned for.
+    """
+
+    format: int
+    fxpipe: str
+    torch: str
+    model: str
+    fingerprint: str
+    batch: int
+    microbatches: int
+    schedule: str
+    devices: tuple[str, ...]
+    signature: tuple[str, ...]
+    input_structure: Structure
+    inputs: tuple[InputSpec, ...]
+    output_structure: Structure
+    outputs: tuple[OutputSpec, ...]
+    stages: tuple[StageSpec, ...]
+    state: tuple[StateSpec, ...]
+    estimate: EstimateSpec
+    solver: str
+    gap: float | None
+    checked: str
+    profile: str
+    files: dict[str, str]
+
+    def to_json(self) -> str:
+        """The text of plan.json."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Manifest":
+        """Read plan.json. Raises PackageError that names the field."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PackageError(f"plan.json is not JSON: {error}") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else None
+            raise PackageError(
+                f"plan.json has format {found!r}, this fxpipe reads {FORMAT}: compile again"
+            )
+        return typing.cast(Manifest, _read(cls, data, "plan.json"))
+
+    @property
+    def stage_to_device(self) -> tuple[int, ...]:
+        """The index of each stage's device."""
+        return tuple(stage.device for stage in self.stages)
+
+
+def _size(expression: str, batch: int) -> int:
+    if not re.fullmatch(r"(batch|[0-9+*/() -])+", expression):
+        raise PackageError(f"{expression!r} is no size: write an expression in batch")
+    return int(eval(expression, {"__builtins__": {}}, {"batch": batch}))
+
+
+def _read(kind: Any, data: Any, where: str) -> Any:
+    """`data` from JSON as `kind`, which is a dataclass, tuple, union or plain type."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        fields = typing.get_type_hints(kind)
+        if not isinstance(data, dict) or set(data) != set(fields):
+            keys = set(data) if isinstance(data, dict) else set()
+            missing, unknown = sorted(set(fields) - keys), sorted(keys - set(fields))
+            raise PackageError(f"{where}: missing fields {missing}, unknown fields {unknown}")
+        values = {name: _read(fields[name], data[name], f"{where}: {name}") for name in fields}
+        return typing.cast(Any, kind)(**values)
+    if origin is tuple and isinstance(data, list):
+        return tuple(_read(args[0], item, f"{where}[{k}]") for k, item in enumerate(data))
+    if origin is types.UnionType:
+        options = [option for option in args if _fits(option, data)]
+        if options:
+            return data
+    elif origin is typing.Literal:
+        if data in args:
+            return data
+    elif origin is dict:
+        if isinstance(data, dict):
+            return data
+    elif _fits(kind, data):
+        return float(data) if kind is float else data
+    raise PackageError(f"{where}: expected {getattr(kind, '__name__', kind)}, found {data!r}")
+
+
+def _fits(kind: Any, data: Any) -> bool:
+    if kind is float:
+        return isinstance(data, int | float) and not isinstance(data, bool)
+    if kind is int:
+        return isinstance(data, int) and not isinstance(data, bool)
+    return isinstance(data, kind)

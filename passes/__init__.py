@@ -1,0 +1,1 @@
+"""The passes: each a function from earlier results to a frozen dataclass."""
