@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxpipe.runtime.manifest import TensorSpec
 from fxpipe.runtime.structure import Structure
@@ -38,9 +38,9 @@ class SourceLine:
 class Op:
     """What is known of one graph node besides its place in the graph.
 
-    `module` is the path of the module whose forward called it, `storages` names, for each tensor it
-    returns, the value whose memory that is (itself if new), `mutates` the values, parameters and
-    buffers it writes in place, and `random` says that it draws from torch's random generator.
+    `module` is the path of the module whose forward called it, `storage` the value whose memory
+    its result is (itself if new), `mutates` the values, parameters and buffers it writes in place,
+    and `random` says that it draws from torch's random generator.
     """
 
     name: str
@@ -63,15 +63,18 @@ class Input:
 class Capture:
     """The model as one torch-level graph that holds its real modules, parameters and buffers.
 
-    `get_attr` nodes read parameters and buffers under the model's own names; calls of stock
-    `torch.nn` modules are `call_module` nodes; sizes that depend on the batch are expressions in
-    `TensorSpec`, never values. `outputs` are the values of the output's tensors in the order of
-    `output_structure`. `aliases` maps each further name of a tied parameter to its first.
+    `get_attr` nodes read `state` under the model's own names; calls of stock `torch.nn` modules
+    are `call_module` nodes on `modules`; a node that computes a size is in `literals`, as Python
+    text in terms of `batch`, and every other one but placeholders is in `ops`. `outputs` are the
+    values of the output's tensors in the order of `output_structure`. `aliases` maps each further
+    name of a tied parameter to its first; `saved` are the names that a state_dict has.
     """
 
     model_name: str
-    graph: fx.GraphModule
+    graph: fx.Graph
+    modules: Mapping[str, nn.Module]
     ops: Mapping[str, Op]
+    literals: Mapping[str, str]
     specs: Mapping[str, TensorSpec]
     inputs: tuple[Input, ...]
     input_structure: Structure
@@ -80,7 +83,7 @@ class Capture:
     output_structure: Structure
     state: Mapping[str, Tensor]
     aliases: Mapping[str, str]
-    non_persistent: frozenset[str]
+    saved: frozenset[str]
     batch: int
     fingerprint: str
     checked: str

@@ -1,0 +1,125 @@
+"""Dynamo's whole-graph capture, behind one function, with its failures told in the user's words."""
+
+import logging
+import re
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+from fxpipe.errors import CaptureError
+from fxpipe.runtime.structure import Structure, rebuild, tensors_of
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+
+
+class FlatModel(nn.Module):
+    """The model as a function from flat tensors to flat tensors."""
+
+    def __init__(self, model: nn.Module, inputs: Structure, outputs: Structure) -> None:
+        super().__init__()
+        self.model = model
+        self.inputs = inputs
+        self.outputs = outputs
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        """The tensors of the model's output, given those of its input."""
+        return tensors_of(self.outputs, self.model(**rebuild(self.inputs, tensors)))
+
+
+def dynamo_graph(model: FlatModel, tensors: Sequence[Tensor], batched: Sequence[bool]) -> fx.Graph:
+    """The torch-level graph of `model`, dimension 0 of all batched tensors one symbol.
+
+    Returns the graph inside its GraphModule (`graph.owning_module`), which holds the model's own
+    parameters and buffers by reference. Raises CaptureError with the user's line.
+
+    `_dynamo_graph_capture_for_export` is private to torch; tried with torch 2.11 and 2.13.
+    """
+    from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
+
+    tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    rows = [tensor for tensor, is_batched in zip(tensors, batched, strict=True) if is_batched]
+    for tensor in rows:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    torch._dynamo.reset()
+
+    class OneBatch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flat = model
+
+        def forward(self, *tensors: Tensor) -> list[Tensor]:
+            sizes = [
+                t.size(0) for t, is_batched in zip(tensors, batched, strict=True) if is_batched
+            ]
+            for size in sizes[1:]:
+                torch._check(size == sizes[0])  # type: ignore[no-untyped-call]
+            return self.flat(*tensors)  # type: ignore[no-any-return]
+
+    guards = logging.getLogger("torch._guards")  # prints its own account of what we raise
+    level = guards.level
+    guards.setLevel(logging.CRITICAL)
+    try:
+        with torch._dynamo.config.patch(allow_rnn=True):
+            module = _dynamo_graph_capture_for_export(OneBatch())(*tensors)
+    except ConstraintViolationError as error:
+        raise CaptureError(_frozen_batch(str(error))) from error
+    except TorchDynamoException as error:
+        raise CaptureError(_unsupported(error)) from error
+    finally:
+        guards.setLevel(level)
+    return module.graph
+
+
+def user_frame(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """The innermost frame that is neither torch's nor ours."""
+    own = [f for f in stack if not f.filename.startswith((_TORCH, _HERE)) and f.filename[:1] != "<"]
+    return own[-1] if own else None
+
+
+def parse_stack(text: str) -> list[traceback.FrameSummary]:
+    """The frames in a stack trace that torch keeps as text."""
+    found = re.finditer(r'File "([^"]+)", line (-?\d+), in ([^\n]+)\n([^\n]*)', text)
+    return [
+        traceback.FrameSummary(file, int(line), name, lookup_line=False, line=code)
+        for file, line, name, code in (match.groups() for match in found)
+    ]
+
+
+def user_place(error: BaseException) -> str:
+    """Where in the user's code `error` arose, in words."""
+    return _place(user_frame(traceback.extract_tb(error.__traceback__)))
+
+
+def _place(frame: traceback.FrameSummary | None) -> str:
+    if frame is None:
+        return "in the model's forward"
+    return f"at {frame.filename}, line {frame.lineno}: {(frame.line or '').strip()}"
+
+
+def _frozen_batch(message: str) -> str:
+    place = _place(user_frame(parse_stack(message)))
+    return (
+        f"forward works for one batch size only, {place}\n"
+        "A pipeline cuts the batch into micro-batches: write x.size(0) in place of the number."
+    )
+
+
+def _unsupported(error: TorchDynamoException) -> str:
+    frame = user_frame(getattr(error, "real_stack", None) or parse_stack(str(error)))
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reasons = [line for line in lines if line.startswith("Explanation:")] or lines[:1]
+    hints = [line for line in lines if line.startswith("Hint:")]
+    return "\n".join(
+        [
+            f"the model can't be captured as one graph, {_place(frame)}",
+            *reasons,
+            *hints[:2],
+            "A pipeline needs a forward whose path does not depend on the values of its tensors.",
+        ]
+    )

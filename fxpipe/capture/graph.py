@@ -1,0 +1,147 @@
+"""Dynamo's graph under the model's own names, with its checkpoint regions opened."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import Argument, Target
+
+from fxpipe.capture.dynamo import parse_stack, user_frame
+from fxpipe.capture.names import ModelNames
+from fxpipe.errors import CaptureError
+from fxpipe.ir import SourceLine
+
+_CHECKPOINT: Target = torch.ops.higher_order.tag_activation_checkpoint
+_ASSERTS: tuple[Target, ...] = (
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten._assert_async.msg,
+)
+
+
+def own_graph(found: fx.Graph, names: ModelNames, inputs: Sequence[str]) -> fx.Graph:
+    """`found` anew: inputs called `inputs`, `get_attr` nodes by the model's names for its state.
+
+    Each node's `meta` keeps `val` (its fake value), `module` (path of the module that called it),
+    `call` (which call of which module) and `source` (the user's line). `names.state` grows by the
+    tensors that tracing itself made. Raises CaptureError for regions that can't be opened.
+    """
+    builder = _Builder(names)
+    placeholders = [node for node in found.nodes if node.op == "placeholder"]
+    for node, name in zip(placeholders, inputs, strict=True):
+        builder.values[node] = builder.graph.placeholder(name)
+        builder.values[node].meta["val"] = node.meta["example_value"]
+    result = builder.copy(found)
+    builder.graph.output(tuple(builder.read(value, "") for value in result))
+    builder.graph.lint()
+    return builder.graph
+
+
+class _Builder:
+    """The graph being built, and what each node of the old one became.
+
+    A tensor read from the model stays a tensor until an op reads it: only then is it known which
+    module does, and so which of its names to use.
+    """
+
+    def __init__(self, names: ModelNames) -> None:
+        self.names = names
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, Any] = {}
+        self.attributes: dict[str, fx.Node] = {}
+
+    def copy(self, found: fx.Graph) -> list[Any]:
+        """Copy all ops of `found`; its placeholders are in `values`. Returns its outputs."""
+        owner = found.owning_module
+        assert owner is not None
+        for node in found.nodes:
+            if node.op == "output":
+                return [self.values[value] for value in node.args[0]]
+            if node.op == "get_attr":
+                self.values[node] = _attribute(owner, str(node.target))
+            elif node.op != "placeholder" and node.target not in _ASSERTS:
+                self.values[node] = self._call(node)
+        raise AssertionError("a graph ends in an output")
+
+    def read(self, value: Any, module: str) -> Argument:
+        """`value` as an argument of an op that `module` calls."""
+        if not isinstance(value, Tensor):
+            return value  # type: ignore[no-any-return]
+        name = self.names.tensor(value, module)
+        if name is None:
+            name = f"constant_{len(self.attributes)}"
+            self.names.add_constant(name, value)
+        if name not in self.attributes:
+            self.attributes[name] = self.graph.get_attr(name)
+            self.attributes[name].meta["val"] = value
+        return self.attributes[name]
+
+    def _call(self, node: fx.Node) -> Any:
+        if node.target is _CHECKPOINT:
+            return self._inline(node)
+        if "autograd_function_apply" in str(node.target):
+            raise CaptureError(
+                f"a custom autograd.Function can't be captured yet ({_where(node)}): express it by "
+                "torch ops, or keep that module outside the pipelined model"
+            )
+        if node.op == "call_function" and isinstance(node.args[0] if node.args else None, fx.Node):
+            container = self.values[node.args[0]]  # type: ignore[index]
+            if isinstance(container, list):  # an item of an opened region's outputs
+                return container[node.args[1]]  # type: ignore[index]
+        if _only_moves(node):
+            return self.values[node.args[0]]  # type: ignore[index]
+        stack = [key for key in node.meta.get("nn_module_stack", {}) if self.names.module(key)]
+        module = self.names.module(stack[-1]) if stack else ""
+        assert module is not None
+
+        def new(old: fx.Node) -> Argument:
+            return self.read(self.values[old], module)
+
+        args, kwargs = fx.map_arg(node.args, new), fx.map_arg(node.kwargs, new)
+        made = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
+        made.meta = {
+            "val": node.meta.get("example_value"),
+            "module": module,
+            "call": stack[-1] if stack else "",
+            "source": _source(node),
+        }
+        return made
+
+    def _inline(self, node: fx.Node) -> list[Any]:
+        body, *arguments = (self.values[arg] for arg in node.args)  # type: ignore[index]
+        placeholders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+        self.values.update(zip(placeholders, arguments, strict=True))
+        return self.copy(body.graph)
+
+
+def _only_moves(node: fx.Node) -> bool:
+    """`x.to(device)`, `x.cpu()`, `x.cuda()`: within a stage all is on its device anyway."""
+    if node.op != "call_method" or node.target not in ("to", "cpu", "cuda"):
+        return False
+    settings = [*node.args[1:], *node.kwargs.values()]
+    return all(isinstance(value, torch.device | bool | int) for value in settings)
+
+
+def _attribute(owner: torch.nn.Module, target: str) -> Any:
+    found: Any = owner
+    for part in target.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _source(node: fx.Node) -> SourceLine | None:
+    frame = user_frame(parse_stack(node.meta.get("stack_trace") or ""))
+    if frame is None or frame.lineno is None:
+        return None
+    return SourceLine(short_path(frame.filename), frame.lineno, (frame.line or "").strip())
+
+
+def short_path(file: str) -> str:
+    """The file without what is of this machine: from site-packages on, else its name."""
+    _, found, rest = file.rpartition("site-packages/")
+    return rest if found else file.rpartition("/")[2]
+
+
+def _where(node: fx.Node) -> str:
+    source = _source(node)
+    return f"{source.file}, line {source.line}: {source.text}" if source else node.name

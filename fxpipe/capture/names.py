@@ -1,0 +1,69 @@
+"""The model's own names: of modules by identity, of parameters, buffers and tensor attributes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """Which names each module and tensor of a model has, first one first, in the model's order.
+
+    `saved` are the names that a state_dict has.
+    """
+
+    modules: dict[int, list[str]]
+    tensors: dict[int, list[str]]
+    state: dict[str, Tensor]
+    saved: frozenset[str]
+
+    def module(self, stack_key: str) -> str | None:
+        """The path of the module that a key of `nn_module_stack` stands for.
+
+        Keys are `str(id(module))`, with `@n` behind it on the n-th repeated call.
+        """
+        number = stack_key.partition("@")[0]
+        found = self.modules.get(int(number)) if number.isdigit() else None
+        return found[0] if found else None
+
+    def tensor(self, tensor: Tensor, module: str) -> str | None:
+        """The name under which `module` would call `tensor`, else its first name.
+
+        A tied parameter appears in the graph under an arbitrary one of its names.
+        """
+        names = self.tensors.get(id(tensor), [])
+        near = [name for name in names if name.rpartition(".")[0] == module]
+        return next(iter(near or names), None)
+
+    def add_constant(self, name: str, tensor: Tensor) -> None:
+        """Name a tensor that tracing made."""
+        self.state[name] = tensor
+        self.tensors[id(tensor)] = [name]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Each further name of a tensor to its first."""
+        return {alias: names[0] for names in self.tensors.values() for alias in names[1:]}
+
+
+def model_names(model: nn.Module) -> ModelNames:
+    """Read all names off `model`."""
+    modules: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        modules.setdefault(id(module), []).append(path)
+    saved = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
+    state = {**saved, **{k: v for k, v in _all_tensors(model) if k not in saved}}
+    tensors: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        tensors.setdefault(id(tensor), []).append(name)
+    return ModelNames(modules, tensors, state, frozenset(saved))
+
+
+def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, buffers and plain tensor attributes, which a state_dict leaves out."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, value in {**module._parameters, **module._buffers, **vars(module)}.items():
+            if isinstance(value, Tensor):
+                yield prefix + name, value

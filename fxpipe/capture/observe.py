@@ -1,0 +1,107 @@
+"""What ops do that a graph does not say: memory they share, values they write, random numbers.
+
+Seen on real data, so that no list of op names has to be complete.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fxpipe.interpret import Compute
+from fxpipe.ir import Op
+
+
+class Observer:
+    """A hook for `run_graph` that fills `ops`. Keeps every value alive while it is."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> None:
+        self.ops: dict[str, Op] = {}
+        self._modules = modules
+        self._owner = {_address(tensor): name for name, tensor in reversed(list(state.items()))}
+        self._buffers = {
+            _address(tensor): tensor
+            for tensor in state.values()
+            if not isinstance(tensor, nn.Parameter)
+        }
+        self._alive: list[Any] = []
+
+    def __call__(
+        self, node: fx.Node, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Compute the op and note what it did."""
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        for tensor in given:  # an input of the graph is met here first
+            self._owner.setdefault(_address(tensor), self._argument_name(node, tensor, args))
+        watched = list(self._watched(node, given))
+        with _RandomWatch() as watch:
+            result = compute(args, kwargs)
+        written = [name for name, changed in watched if changed()]
+        storage = node.name
+        if isinstance(result, Tensor):
+            storage = self._owner.setdefault(_address(result), node.name)
+        self._alive.append((result, given))
+        self.ops[node.name] = Op(
+            name=node.name,
+            module=node.meta.get("module", ""),
+            source=node.meta.get("source"),
+            storage=storage,
+            mutates=tuple(dict.fromkeys(written)),
+            random=watch.seen,
+        )
+        return result
+
+    def _argument_name(self, node: fx.Node, tensor: Tensor, args: tuple[Any, ...]) -> str:
+        for argument, value in zip(node.args, args, strict=True):
+            if value is tensor and isinstance(argument, fx.Node):
+                return argument.name
+        return node.all_input_nodes[0].name
+
+    def _watched(
+        self, node: fx.Node, given: list[Tensor]
+    ) -> Iterator[tuple[str, Callable[[], bool]]]:
+        """(name of a storage, whether it has changed since now).
+
+        Values by torch's version counter; buffers by their content, since batch norm's kernels
+        write running statistics without counting a version.
+        """
+        buffers = [tensor for tensor in given if _address(tensor) in self._buffers]
+        if node.op == "call_module":
+            buffers += self._modules[str(node.target)].buffers()
+        for tensor in buffers:
+            yield self._owner[_address(tensor)], _content_changed(tensor)
+        for tensor in given:
+            if not tensor.is_inference():
+                yield self._owner[_address(tensor)], _version_changed(tensor)
+
+
+def _content_changed(tensor: Tensor) -> Callable[[], bool]:
+    before = tensor.detach().clone()
+    return lambda: not torch.equal(before, tensor)
+
+
+def _version_changed(tensor: Tensor) -> Callable[[], bool]:
+    before = tensor._version
+    return lambda: tensor._version != before
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins; a tensor without memory has only itself."""
+    return tensor.untyped_storage().data_ptr() or id(tensor)
+
+
+class _RandomWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees ops that draw from torch's random generators, which torch tags as seeded."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,58 @@
+"""Calls of stock `torch.nn` modules: the ops that one made become one `call_module` node.
+
+So an emitted stage says `self.conv1(x)`, and train and eval mode are the module's own affair.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from torch import fx, nn
+
+from fxpipe.stock import constructor, forward_takes_one
+
+
+def call_stock_modules(graph: fx.Graph, model: nn.Module) -> dict[str, nn.Module]:
+    """Rewrite `graph` in place; returns the modules it now calls, by path."""
+    called: dict[str, nn.Module] = {}
+    constructors: dict[str, str | None] = {}
+    ops = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
+    for _, run in groupby(ops, key=lambda node: (node.meta["module"], node.meta["call"])):
+        group = list(run)
+        path = group[0].meta["module"]
+        module = model.get_submodule(path)
+        if path not in constructors:
+            constructors[path] = constructor(module) if forward_takes_one(module) else None
+        ends = _ends(group, path)
+        if constructors[path] is not None and path and ends is not None:
+            given, result = ends
+            with graph.inserting_before(result):
+                call = graph.call_module(path, (given,))
+            call.meta = result.meta
+            result.replace_all_uses_with(call)
+            for node in reversed(group):
+                graph.erase_node(node)
+            call.name = result.name  # the user's own, free again
+            called[path] = module
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+    return called
+
+
+def _ends(group: Sequence[fx.Node], path: str) -> tuple[fx.Node, fx.Node] | None:
+    """The one value that goes into a module's ops and the one that comes out, if it is so."""
+    inside = set(group)
+    given = {
+        value
+        for node in group
+        for value in node.all_input_nodes
+        if value not in inside and not (value.op == "get_attr" and _belongs(value, path))
+    }
+    results = {node for node in group if any(user not in inside for user in node.users)}
+    if len(given) != 1 or len(results) != 1:
+        return None
+    return given.pop(), results.pop()
+
+
+def _belongs(attribute: fx.Node, path: str) -> bool:
+    return str(attribute.target).rpartition(".")[0] == path

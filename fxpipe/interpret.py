@@ -1,0 +1,55 @@
+"""Runs a captured graph op by op on real tensors, with a hook around each op."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+Compute = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Hook = Callable[[fx.Node, Compute, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def plainly(node: fx.Node, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The hook that only computes."""
+    return compute(args, kwargs)
+
+
+def run_graph(
+    graph: fx.Graph,
+    modules: Mapping[str, nn.Module],
+    state: Mapping[str, Any],
+    inputs: Sequence[Tensor],
+    hook: Hook = plainly,
+) -> list[Any]:
+    """The graph's outputs on `inputs`; `hook` computes each op and may measure around it.
+
+    A value is dropped after its last use.
+    """
+    values: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "get_attr":
+            values[node] = state[str(node.target)]
+        elif node.op == "output":
+            return list(fx.map_arg(node.args[0], values.__getitem__))
+        else:
+            args = fx.map_arg(node.args, values.__getitem__)
+            kwargs = fx.map_arg(node.kwargs, values.__getitem__)
+            values[node] = hook(node, _compute(node, modules), args, kwargs)
+        for used in node.all_input_nodes:
+            if used.op != "get_attr" and not any(user > node for user in used.users):
+                del values[used]
+    raise AssertionError("a graph ends in an output")
+
+
+def _compute(node: fx.Node, modules: Mapping[str, nn.Module]) -> Compute:
+    if node.op == "call_module":
+        module = modules[str(node.target)]
+        return lambda args, kwargs: module(*args, **kwargs)
+    if node.op == "call_method":
+        name = str(node.target)
+        return lambda args, kwargs: getattr(args[0], name)(*args[1:], **kwargs)
+    function: Any = node.target
+    return lambda args, kwargs: function(*args, **kwargs)

@@ -1,0 +1,96 @@
+"""Stock `torch.nn` modules: which can be written as their own constructor call, and how."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def constructor(module: nn.Module) -> str | None:
+    """The expression that rebuilds `module` but for its values: `nn.Conv2d(3, 64, 3, padding=1)`.
+
+    None unless the class is one of `torch.nn` itself, without hooks or changed methods, and the
+    expression, evaluated on the meta device, gives a module with the same state and settings.
+    """
+    kind = type(module)
+    if not kind.__module__.startswith("torch.nn.modules.") or getattr(nn, kind.__name__, 0) != kind:
+        return None
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+        return None
+    arguments = _arguments(module)
+    if arguments is None or not _rebuilds(_expression(kind, arguments), module):
+        return None
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if name in arguments and parameter.default is not inspect.Parameter.empty:
+            fewer = {key: value for key, value in arguments.items() if key != name}
+            if _rebuilds(_expression(kind, fewer), module):
+                arguments = fewer
+    for name, value in arguments.items():
+        if isinstance(value, tuple | list) and len(set(value)) == 1:
+            shorter = {**arguments, name: value[0]}
+            if _rebuilds(_expression(kind, shorter), module):
+                arguments = shorter
+    return _expression(kind, arguments)
+
+
+def forward_takes_one(module: nn.Module) -> bool:
+    """Whether `forward` has one parameter, so that a call can only be `module(x)`."""
+    return len(inspect.signature(type(module).forward).parameters) == 2
+
+
+def _arguments(module: nn.Module) -> dict[str, Any] | None:
+    """Constructor arguments read back from the attributes that torch.nn keeps under their names."""
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(type(module)).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            return None
+        if name == "device" or name.startswith("_"):
+            continue
+        if name == "dtype":
+            dtypes = {p.dtype for p in module.parameters()}
+            if len(dtypes) == 1 and dtypes != {torch.float32}:
+                found[name] = dtypes.pop()
+        elif name == "bias":
+            found[name] = getattr(module, "bias", None) is not None
+        elif hasattr(module, name):
+            found[name] = getattr(module, name)
+        elif parameter.default is inspect.Parameter.empty:
+            return None
+    plain = (int, float, bool, str, tuple, list, type(None), torch.dtype)
+    return found if all(isinstance(value, plain) for value in found.values()) else None
+
+
+def _expression(kind: type[nn.Module], arguments: dict[str, Any]) -> str:
+    """The call, required arguments by position, and the first one too where it reads well."""
+    parts = []
+    for place, (name, parameter) in enumerate(inspect.signature(kind).parameters.items()):
+        if name not in arguments:
+            continue
+        value = arguments[name]
+        required = parameter.default is inspect.Parameter.empty
+        by_position = required or (place == 0 and name != "dim" and type(value) in (int, float))
+        parts.append(repr(value) if by_position else f"{name}={value!r}")
+    return f"nn.{kind.__name__}({', '.join(parts)})"
+
+
+def _rebuilds(expression: str, module: nn.Module) -> bool:
+    try:
+        with torch.device("meta"):
+            rebuilt = eval(expression, {"nn": nn, "torch": torch})
+    except (TypeError, ValueError, NameError, SyntaxError):
+        return False
+    return _settings(rebuilt) == _settings(module) and _state(rebuilt) == _state(module)
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name != "training" and not name.startswith("_") and isinstance(value, int | float | str)
+    } | {"repr": module.extra_repr()}
+
+
+def _state(module: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in named]
