@@ -1,1 +1,38 @@
-"""fxpipe: a compiler for pipeline parallelism in PyTorch."""
+"""fxpipe: a compiler for pipeline parallelism in PyTorch.
+
+    package = fxpipe.compile(model, (x,), devices=2, microbatches=4)
+    package.write("out")
+    pipe = fxpipe.load("out")
+
+Each name is imported when it is first used, so that a package that is only run never loads what
+compiling needs.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from fxpipe import errors
+
+if TYPE_CHECKING:
+    from fxpipe.compiler import Package, compile
+    from fxpipe.runtime import Pipeline, load
+
+__all__ = ["Package", "Pipeline", "compile", "errors", "load"]
+
+_HOMES = {
+    "compile": "fxpipe.compiler",
+    "Package": "fxpipe.compiler",
+    "load": "fxpipe.runtime",
+    "Pipeline": "fxpipe.runtime",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'fxpipe' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

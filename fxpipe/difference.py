@@ -1,0 +1,75 @@
+"""How far two groups of named tensors are apart."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# A tensor's difference is measured against its largest element, but at least against this share of
+# the largest of its group. A bias that batch norm cancels has a gradient of pure rounding noise:
+# its elements agree in no digit, and that says nothing of the pipeline.
+NEGLIGIBLE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far one group of tensors is apart at worst; `missing` are on one side only, by name."""
+
+    group: str
+    tensors: int
+    absolute: float
+    relative: float
+    worst: str | None
+    missing: tuple[str, ...] = ()
+
+
+def compare(
+    group: str, found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
+) -> Difference:
+    """The largest absolute and relative difference of tensors with the same name.
+
+    None stands for no tensor (a parameter without gradient); none on both sides is no difference.
+    Tensors of other shapes, and values that are not finite on one side only, are infinitely far
+    apart. A relative difference is that of a tensor's largest absolute difference to its largest
+    expected element, or to NEGLIGIBLE times the largest expected element of all tensors of its
+    kind (floating or not) in the group.
+    """
+    pairs = {
+        name: (found.get(name), expected.get(name))
+        for name in dict.fromkeys((*expected, *found))
+        if found.get(name) is not None or expected.get(name) is not None
+    }
+    both = {name: (f, e) for name, (f, e) in pairs.items() if f is not None and e is not None}
+    largest = {True: 0.0, False: 0.0}
+    for _, e in both.values():
+        floating = e.is_floating_point()
+        largest[floating] = max(largest[floating], _largest(_wide(e)))
+    absolute, relative, worst = 0.0, 0.0, None
+    for name, (f, e) in both.items():
+        distance = _distance(f, e)
+        scale = max(_largest(_wide(e)), NEGLIGIBLE * largest[e.is_floating_point()])
+        share = distance / scale if scale > 0 else (0.0 if distance == 0 else float("inf"))
+        if share > relative:
+            relative, worst = share, name
+        absolute = max(absolute, distance)
+    missing = tuple(name for name in pairs if name not in both)
+    return Difference(group, len(both), absolute, relative, worst, missing)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float64)
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    f, e = _wide(found), _wide(expected)
+    same = (f == e) | (f.isnan() & e.isnan())
+    apart = torch.where(same, 0.0, (f - e).abs()).nan_to_num(nan=float("inf"))
+    return float(apart.max()) if apart.numel() else 0.0
+
+
+def _largest(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0

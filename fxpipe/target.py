@@ -1,0 +1,230 @@
+"""Loads TARGET: a file or module that says how to build the model and its inputs.
+
+build() -> nn.Module              or another factory, named after a colon
+inputs(batch) -> tuple or dict    positional or keyword arguments of the model's forward
+targets(batch)                    if wanted: what `loss` compares the output with
+loss(output, target) -> Tensor    if wanted: a scalar
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import FxpipeError, TargetError
+
+_FXPIPE = Path(__file__).resolve().parent
+_BUILD_SEED, _INPUTS_SEED, _TARGETS_SEED = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Arguments of one call of the model's forward."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A loaded TARGET. Its methods seed torch first, so that two calls give the same.
+
+    `folder` is importable while the user's functions run. `loss` is the file's own, if it has one.
+    """
+
+    name: str
+    file: str
+    folder: str
+    factory: Callable[[], object]
+    make_inputs: Callable[[int], object]
+    make_targets: Callable[[int], object] | None = None
+    loss: Callable[[Any, Any], Tensor] | None = None
+
+    def build(self) -> nn.Module:
+        """The model, with the weights that seed 0 gives. Raises TargetError."""
+        model = self._call(self.factory, _BUILD_SEED)
+        if not isinstance(model, nn.Module):
+            raise TargetError(
+                f"{_name(self.factory)}() in {self.file} must return a torch.nn.Module, "
+                f"not {_described(model)}"
+            )
+        return model
+
+    def inputs(self, batch: int) -> Inputs:
+        """Arguments for a batch of `batch` rows. Raises TargetError."""
+        made = self._call(self.make_inputs, _INPUTS_SEED, batch)
+        if isinstance(made, Tensor):
+            return Inputs((made,), {})
+        if isinstance(made, tuple):
+            return Inputs(made, {})
+        if isinstance(made, dict) and all(isinstance(key, str) for key in made):
+            return Inputs((), made)
+        raise TargetError(
+            f"inputs({batch}) in {self.file} must return a tuple of positional arguments or a dict "
+            f"of keyword arguments, not {_described(made)}"
+        )
+
+    def targets(self, batch: int) -> Any:
+        """What `loss` compares the output with; None if the file makes none. Raises TargetError."""
+        if self.make_targets is None:
+            return None
+        return self._call(self.make_targets, _TARGETS_SEED, batch)
+
+    @contextlib.contextmanager
+    def running(self, what: str) -> Iterator[None]:
+        """Make the folder importable; turn an exception of the user's own code into TargetError."""
+        with _importable(self.folder):
+            try:
+                yield
+            except FxpipeError:
+                raise
+            except (Exception, SystemExit) as error:
+                where = _own_line(error, self.folder)
+                if where is None:
+                    raise
+                raise TargetError(f"{what} raised {_told(error)}\n  {where}") from error
+
+    def _call(self, function: Callable[..., object], seed: int, *args: object) -> object:
+        torch.manual_seed(seed)
+        call = f"{_name(function)}({', '.join(map(repr, args))}) in {self.file}"
+        with self.running(call):
+            return function(*args)
+
+
+def load(text: str) -> Target:
+    """Load `model.py`, `model.py:factory` or `package.module:factory`.
+
+    Raises TargetError if it can't be imported, or lacks the factory or `inputs`.
+    """
+    source, _, factory = text.partition(":")
+    factory = factory or "build"
+    is_file = source.endswith(".py") or os.sep in source
+    folder = str(Path(source).resolve().parent) if is_file else str(Path.cwd())
+    with _importable(folder):
+        module = _import_file(Path(source)) if is_file else _import_module(source)
+    file = source if is_file else str(module.__file__ or source)
+    return Target(
+        name=text,
+        file=file,
+        folder=folder,
+        factory=_function(module, factory, file, f"def {factory}() -> nn.Module: ..."),
+        make_inputs=_function(module, "inputs", file, "def inputs(batch: int) -> tuple: ..."),
+        make_targets=_optional_function(module, "targets", file),
+        loss=_optional_function(module, "loss", file),
+    )
+
+
+def _told(error: BaseException) -> str:
+    message = error.msg if isinstance(error, SyntaxError) else error
+    return f"{type(error).__name__}: {message}".rstrip(": \n")
+
+
+def _own_line(error: BaseException, folder: str) -> str | None:
+    """The last line of the user's code, which lies below `folder`, that the error came through."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return _line(error.filename, error.lineno or 0)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        installed = "site-packages" in path.parts or path.is_relative_to(_FXPIPE)
+        if path.is_relative_to(folder) and not installed:
+            return _line(frame.filename, frame.lineno or 0)
+    return None
+
+
+def _line(file: str, line: int) -> str:
+    shown = os.path.relpath(file)
+    shown = file if shown.startswith("..") else shown
+    return f"{shown}, line {line}: {linecache.getline(file, line).strip()}"
+
+
+def _not_importable(name: str, error: BaseException, folder: str) -> TargetError:
+    where = _own_line(error, folder)
+    return TargetError(
+        f"{name} can't be imported: {_told(error)}" + (f"\n  {where}" if where else "")
+    )
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TargetError(
+            f"there is no file {path}: TARGET is model.py, model.py:factory or "
+            "package.module:factory"
+        )
+    resolved = path.resolve()
+    # The stem, as `import model` would have it, unless that means another module already: classes
+    # of the model's outputs then have names that can be imported where this file is.
+    name = path.stem
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) != str(resolved):
+        name = f"fxpipe_target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, resolved)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    linecache.checkcache(str(resolved))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise _not_importable(str(path), error, str(resolved.parent)) from error
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and (name + ".").startswith(missing + "."):
+            raise TargetError(
+                f"there is no module {missing} in the current folder or the installed packages: "
+                f"for a file, write {name.replace('.', '/')}.py"
+            ) from error
+        raise _not_importable(name, error, str(Path.cwd())) from error
+
+
+@contextlib.contextmanager
+def _importable(folder: str) -> Iterator[None]:
+    before = list(sys.path)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _function(module: ModuleType, name: str, file: str, example: str) -> Callable[..., Any]:
+    function = _optional_function(module, name, file)
+    if function is None:
+        raise TargetError(
+            f"{file} defines no `{name}`: a TARGET needs `build` (or the factory named after the "
+            f"colon) and `inputs`. Add `{example}`"
+        )
+    return function
+
+
+def _optional_function(module: ModuleType, name: str, file: str) -> Callable[..., Any] | None:
+    found = getattr(module, name, None)
+    if found is not None and not callable(found):
+        raise TargetError(f"`{name}` in {file} must be a function, not {_described(found)}")
+    return found
+
+
+def _name(function: Callable[..., object]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _described(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
