@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ def compare(
     for name, (f, e) in both.items():
         distance = _distance(f, e)
         scale = max(_largest(_wide(e)), NEGLIGIBLE * largest[e.is_floating_point()])
-        share = distance / scale if scale > 0 else (0.0 if distance == 0 else float("inf"))
+        share = distance / scale if scale > 0 else (0.0 if distance == 0 else inf)
         if share > relative:
             relative, worst = share, name
         absolute = max(absolute, distance)
@@ -63,10 +64,10 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _distance(found: Tensor, expected: Tensor) -> float:
     if found.shape != expected.shape:
-        return float("inf")
+        return inf
     f, e = _wide(found), _wide(expected)
     same = (f == e) | (f.isnan() & e.isnan())
-    apart = torch.where(same, 0.0, (f - e).abs()).nan_to_num(nan=float("inf"))
+    apart = torch.where(same, 0.0, (f - e).abs()).nan_to_num(nan=inf, posinf=inf)
     return float(apart.max()) if apart.numel() else 0.0
 
 

@@ -1,0 +1,218 @@
+"""The command `fxpipe`: compile a model, inspect a package, verify it against the model.
+
+Exit codes: 0 done, 1 the answer is no (verify found a difference), 2 wrong use or wrong input,
+3 fxpipe itself failed. Nothing heavy is imported before a command runs, so that `--help` is quick.
+"""
+
+import contextlib
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fxpipe.errors import FxpipeError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_DIFFERS, _WRONG_INPUT, _FAILED = 1, 2, 3
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="A compiler for pipeline parallelism in PyTorch.",
+)
+
+
+class ScheduleName(StrEnum):
+    """Schedules that a step can follow."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+
+
+class CheckpointName(StrEnum):
+    """Micro-batches whose activations are recomputed in backward."""
+
+    NEVER = "never"
+    EXCEPT_LAST = "except_last"
+    ALWAYS = "always"
+
+
+class SolverName(StrEnum):
+    """Ways to find the cuts."""
+
+    DP = "dp"
+    BEAM = "beam"
+    CPSAT = "cpsat"
+
+
+class DtypeName(StrEnum):
+    """Precisions to verify in."""
+
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+
+
+TargetText = Annotated[
+    str,
+    typer.Argument(metavar="TARGET", help="model.py, model.py:factory or package.module:factory"),
+]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="A package that `compile` wrote.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]
+
+
+@app.command("compile")
+def compile_command(
+    target: TargetText,
+    devices: Annotated[str, typer.Option(help="A count, or a list as in cuda:0,cuda:1 and cpu*4.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The package's folder.")],
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a training step.")] = 8,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(min=1, help="[default: twice the devices, at most the batch]"),
+    ] = None,
+    schedule: Annotated[ScheduleName, typer.Option()] = ScheduleName.ONE_F_ONE_B,
+    checkpoint: Annotated[
+        CheckpointName, typer.Option(help="Micro-batches that are recomputed in backward.")
+    ] = CheckpointName.NEVER,
+    solver: Annotated[SolverName, typer.Option(help="How cuts are found.")] = SolverName.DP,
+    profile: Annotated[
+        Path | None, typer.Option(help="Take the times of ops from this file.")
+    ] = None,
+    save_profile: Annotated[
+        Path | None, typer.Option(help="Write the measured times of ops to this file.")
+    ] = None,
+    as_json: Json = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show each pass's time and result.")
+    ] = False,
+) -> None:
+    """Compile the model of TARGET into a package of pipeline stages."""
+    with _answering(as_json) as answer:
+        import torch
+
+        from fxpipe import report
+        from fxpipe import target as targets
+        from fxpipe.compiler import compile as compile_model
+        from fxpipe.profile_file import load_profile
+        from fxpipe.profile_file import save_profile as write_profile
+        from fxpipe.progress import Progress
+        from fxpipe.runtime.stream import parse_devices
+
+        used = [str(device) for device in parse_devices(devices)]
+        loaded = targets.load(target)
+        saved = None if profile is None else load_profile(profile)
+        inputs = loaded.inputs(batch)
+        model = loaded.build()
+        with Progress() as progress, loaded.running(f"{type(model).__name__}.forward"):
+            _say(report.choice_text(devices, used, torch.cuda.device_count()))
+            package = compile_model(
+                model,
+                inputs.args,
+                inputs.kwargs,
+                devices=devices,
+                microbatches=microbatches or min(batch, 2 * len(used)),
+                schedule=schedule.value,
+                checkpoint=checkpoint.value,
+                solver=solver.value,
+                profile=saved,
+                progress=progress,
+            )
+        if save_profile is not None:
+            write_profile(package.profile, save_profile)
+        package.write(out)
+        if verbose:
+            _say(report.passes_text(package))
+        answer(report.package_json(package.manifest), report.package_table(package.manifest))
+        _say(f"wrote {out}")
+
+
+@app.command("inspect")
+def inspect_command(out: Out, as_json: Json = False) -> None:
+    """Show the stages, values and predictions of a package."""
+    with _answering(as_json) as answer:
+        from fxpipe import report
+        from fxpipe.runtime import read_package
+
+        manifest = read_package(out)
+        answer(report.package_json(manifest), report.package_table(manifest))
+
+
+@app.command("verify")
+def verify_command(
+    out: Out,
+    target: TargetText,
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows. [default: as compiled]")] = None,
+    dtype: Annotated[DtypeName, typer.Option()] = DtypeName.FLOAT64,
+    as_json: Json = False,
+) -> None:
+    """Compare outputs, gradients and buffers of a package with those of the plain model."""
+    with _answering(as_json) as answer:
+        from fxpipe import report
+        from fxpipe import target as targets
+        from fxpipe.verify import verify
+
+        result = verify(out, targets.load(target), batch=batch, dtype=dtype.value)
+        answer(report.verification_json(result), report.verification_table(result))
+        if not result.equal:
+            raise typer.Exit(_DIFFERS)
+
+
+class _Answer:
+    """Prints a command's result to the real standard output, as JSON or as a table."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.stdout = sys.stdout
+
+    def __call__(self, facts: dict[str, Any], table: "RenderableType") -> None:
+        if self.as_json:
+            self.stdout.write(json.dumps(facts, indent=2) + "\n")
+            return
+        from rich.console import Console
+
+        console = Console(file=self.stdout, highlight=False)
+        if not console.is_terminal:
+            console.width = max(console.width, 100)
+        console.print(table)
+
+
+@contextlib.contextmanager
+def _answering(as_json: bool) -> Iterator[_Answer]:
+    """Run a command: its errors become one message and an exit code.
+
+    What the user's model prints goes to standard error, so that standard output holds the answer.
+    """
+    answer = _Answer(as_json)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield answer
+    except FxpipeError as error:
+        _say(f"error: {error}")
+        raise typer.Exit(_WRONG_INPUT) from error
+    except OSError as error:
+        _say(f"error: {error}")
+        raise typer.Exit(_WRONG_INPUT) from error
+    except typer.Exit:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        _say("fxpipe failed: this is a bug in fxpipe, not in your model. Please report it.")
+        raise typer.Exit(_FAILED) from error
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    app()

@@ -1,0 +1,259 @@
+"""What the command prints: a package's plan and a verification, as tables and as JSON."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from fxpipe.runtime.manifest import Manifest, StageSpec, TensorSpec
+
+if TYPE_CHECKING:
+    from fxpipe.compiler import Package
+    from fxpipe.verify import Verification
+
+
+def package_json(manifest: Manifest) -> dict[str, Any]:
+    """The facts of `package_table`. Times and bytes of a stage are of one micro-batch."""
+    rows = _rows(manifest)
+    return {
+        "model": manifest.model,
+        "batch": manifest.batch,
+        "microbatches": manifest.microbatches,
+        "schedule": manifest.schedule,
+        "devices": list(manifest.devices),
+        "solver": manifest.solver,
+        "gap": manifest.gap,
+        "checked": manifest.checked,
+        "profile": manifest.profile,
+        "step_ms": manifest.estimate.step_ms,
+        "bubble": manifest.estimate.bubble,
+        "stages": [
+            {
+                "stage": j,
+                "file": stage.file,
+                "device": manifest.devices[stage.device],
+                "checkpoint": stage.checkpoint,
+                "ops": stage.ops,
+                "parameters": _count(manifest, stage),
+                "parameter_bytes": stage.parameter_bytes,
+                "forward_ms": stage.forward_ms,
+                "backward_ms": stage.backward_ms,
+                "saved_bytes": stage.saved_bytes,
+                "peak_bytes": manifest.estimate.peak_bytes[stage.device],
+            }
+            for j, stage in enumerate(manifest.stages)
+        ],
+        "values": [
+            {
+                "value": port.value,
+                "from": port.source,
+                "to": j,
+                "portal": port.portal,
+                "dtype": port.spec.dtype,
+                "shape": list(port.spec.shape),
+                "bytes": port.spec.bytes(rows),
+            }
+            for j, stage in enumerate(manifest.stages)
+            for port in stage.inputs
+            if port.source is not None
+        ],
+        "shared_parameters": {name: list(js) for name, js in _shared(manifest).items()},
+    }
+
+
+def package_table(manifest: Manifest) -> RenderableType:
+    """Stages, the values between them, and the predicted step."""
+    facts = package_json(manifest)
+    parts: list[RenderableType] = [_heading(manifest), _stages(manifest, facts["stages"])]
+    if facts["values"]:
+        parts.append(_values(manifest))
+    for name, stages in facts["shared_parameters"].items():
+        where = " and ".join(map(str, stages))
+        parts.append(f"{escape(name)} is shared by stages {where}: its gradients are added up.")
+    parts.append(_step(manifest))
+    return Group(*parts)
+
+
+def _heading(manifest: Manifest) -> str:
+    return (
+        f"[bold]{escape(manifest.model)}[/bold]: {_plural(len(manifest.stages), 'stage')} on "
+        f"{devices_text(manifest.devices)}; batch {manifest.batch} in "
+        f"{_plural(manifest.microbatches, 'micro-batch', 'es')} of {_rows(manifest)}; "
+        f"schedule {manifest.schedule}"
+    )
+
+
+def _stages(manifest: Manifest, facts: Sequence[dict[str, Any]]) -> Table:
+    table = _table("stage", "device", "ops", "parameters", "", "forward", "backward", "peak memory")
+    modes = {fact["checkpoint"] for fact in facts}
+    if modes != {"never"}:
+        table.add_column("checkpoint")
+    for fact in facts:
+        row = [
+            str(fact["stage"]),
+            fact["device"],
+            str(fact["ops"]),
+            f"{fact['parameters']:,}",
+            bytes_text(fact["parameter_bytes"]),
+            ms_text(fact["forward_ms"]),
+            ms_text(fact["backward_ms"]),
+            bytes_text(fact["peak_bytes"]),
+        ]
+        table.add_row(*row, *([fact["checkpoint"]] if modes != {"never"} else []))
+    return table
+
+
+def _values(manifest: Manifest) -> Table:
+    table = _table("value", "from", "to", "shape", "bytes", "")
+    table.columns[0].justify = table.columns[3].justify = "left"
+    table.columns[0].overflow = "fold"
+    for j, stage in enumerate(manifest.stages):
+        for port in stage.inputs:
+            if port.source is not None:
+                table.add_row(
+                    escape(port.value),
+                    str(port.source),
+                    str(j),
+                    escape(str(port.spec)),
+                    bytes_text(port.spec.bytes(_rows(manifest))),
+                    "portal" if port.portal else "",
+                )
+    return table
+
+
+def _step(manifest: Manifest) -> str:
+    estimate = manifest.estimate
+    gap = "" if manifest.gap is None else f", at most {manifest.gap:.1%} above the optimum"
+    return (
+        f"predicted step {ms_text(estimate.step_ms)}, bubble {estimate.bubble:.0%} "
+        f"(cuts by {manifest.solver}{gap}; times {manifest.profile})\n"
+        "[dim]forward, backward and bytes are of one micro-batch; peak memory is the device's "
+        "over a step[/dim]"
+    )
+
+
+def passes_text(package: "Package") -> str:
+    """One line for each pass: its time and what it made."""
+    capture, profile, chain, plan = package.capture, package.profile, package.chain, package.plan
+    ports = [port for stage in package.manifest.stages for port in stage.inputs]
+    portals = sum(port.portal for port in ports)
+    cuts = ", ".join(map(str, plan.cuts)) or "none"
+    bound = "" if plan.bound_ms is None else f", bound {ms_text(plan.bound_ms)}"
+    lines = {
+        "capture": f"{len(capture.ops)} ops, {len(capture.state)} tensors of state, "
+        f"{capture.checked}",
+        "profile": f"{len(profile.costs)} ops {profile.origin} on {profile.device}, "
+        f"{profile.batch} rows",
+        "linearize": f"{len(chain.blocks)} blocks, {sum(chain.cuttable)} places to cut, "
+        f"{len(chain.values)} values between blocks",
+        "partition": f"cuts after blocks {cuts} by {plan.solver}: step "
+        f"{ms_text(plan.estimate.step_ms)}{bound}",
+        "portals": f"{sum(port.source is not None for port in ports)} values cross, "
+        f"{portals} by portal",
+        "emit": f"{len(package.files)} files, "
+        f"{sum(text.count(chr(10)) for text in package.files.values())} lines",
+    }
+    return "\n".join(
+        f"{name:<10}{seconds:7.2f} s  {lines.get(name, '')}".rstrip()
+        for name, seconds in package.timings.items()
+    )
+
+
+def verification_json(result: "Verification") -> dict[str, Any]:
+    """The verification with its verdict."""
+    return {"equal": result.equal, **_finite(asdict(result))}
+
+
+def verification_table(result: "Verification") -> RenderableType:
+    """The largest differences of each group, then the verdict."""
+    table = _table("compared", "tensors", "absolute", "relative", "largest in")
+    table.columns[0].justify = table.columns[-1].justify = "left"
+    table.columns[-1].overflow = "fold"
+    for d in result.differences:
+        worst = f"missing: {', '.join(d.missing)}" if d.missing else d.worst or ""
+        table.add_row(
+            d.group, str(d.tensors), f"{d.absolute:.1e}", f"{d.relative:.1e}", escape(worst)
+        )
+    verdict = (
+        f"[green]equal[/green]: all within {result.tolerance:g} relative"
+        if result.equal
+        else f"[red]differs[/red]: over {result.tolerance:g} relative"
+    )
+    m = _plural(result.microbatches, "micro-batch", "es")
+    return Group(table, f"{verdict} ({result.dtype}, batch {result.batch} in {m})")
+
+
+def choice_text(asked: str, devices: Sequence[str], n_cuda: int) -> str:
+    """Which devices a `--devices` text came to, and why."""
+    text = f"{_plural(len(devices), 'device')}: "
+    if set(devices) == {"cpu"} and asked.strip().isdigit():
+        found = _plural(n_cuda, "CUDA device")
+        return f"{text}{devices_text(devices)}, since this machine has {found}"
+    return text + devices_text(devices)
+
+
+def devices_text(devices: Sequence[str]) -> str:
+    """`2 CPU lanes`, or the devices by name."""
+    if set(devices) == {"cpu"}:
+        return _plural(len(devices), "CPU lane")
+    return ", ".join(devices)
+
+
+def bytes_text(n_bytes: float) -> str:
+    """Bytes in the unit that reads best, as `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if n_bytes < 1024:
+            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.2f} GiB"
+
+
+def ms_text(ms: float) -> str:
+    """Milliseconds to three digits, as `1.23 ms`; seconds from 10,000 ms on."""
+    if ms >= 10_000:
+        return f"{ms / 1000:.1f} s"
+    return f"{ms:.{2 if ms < 10 else 1 if ms < 100 else 0}f} ms"
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _rows(manifest: Manifest) -> int:
+    """Rows of the largest micro-batch."""
+    return math.ceil(manifest.batch / manifest.microbatches)
+
+
+def _count(manifest: Manifest, stage: StageSpec) -> int:
+    specs: dict[str, TensorSpec] = {state.name: state.spec for state in manifest.state}
+    return sum(math.prod(specs[name].sizes(1)) for name in stage.parameters)
+
+
+def _shared(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    """Stages of each parameter that more than one holds."""
+    alias_of = {state.name: state.alias_of or state.name for state in manifest.state}
+    stages: dict[str, list[int]] = {}
+    for j, stage in enumerate(manifest.stages):
+        for name in dict.fromkeys(alias_of.get(name, name) for name in stage.parameters):
+            stages.setdefault(name, []).append(j)
+    return {name: tuple(js) for name, js in stages.items() if len(js) > 1}
+
+
+def _plural(n: int, noun: str, ending: str = "s") -> str:
+    return f"{n} {noun}{'' if n == 1 else ending}"
+
+
+def _finite(value: Any) -> Any:
+    """Infinity as text: JSON has no number for it."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,233 @@
+"""Compares a package with the plain model: from the same weights, seed and data, the same numbers?
+
+The plain model is run micro-batch by micro-batch, so that batch norm sees the same rows, and each
+micro-batch's loss is weighted by its share of the rows, so that gradients are those of the mean.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.difference import Difference, compare
+from fxpipe.errors import InputError
+from fxpipe.runtime import Pipeline, load
+from fxpipe.runtime.manifest import Manifest
+from fxpipe.runtime.random import microbatch_seeds
+from fxpipe.runtime.structure import describe, rebuild
+from fxpipe.target import Target
+
+SEED = 0
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was compared, and how far it is apart."""
+
+    dtype: str
+    batch: int
+    microbatches: int
+    tolerance: float
+    differences: tuple[Difference, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every group lies within the tolerance and misses nothing."""
+        return all(d.relative <= self.tolerance and not d.missing for d in self.differences)
+
+
+def verify(
+    package: str | Path, target: Target, *, batch: int | None = None, dtype: str = "float64"
+) -> Verification:
+    """Run the package in the folder `package` and the model of `target`, and compare.
+
+    Training by `step()` and by `backward()`, then evaluation, with `batch` rows (by default what
+    the package was planned for) in `dtype`, "float64" or "float32". Raises InputError,
+    TargetError, WeightsError and PackageError.
+    """
+    torch_dtype = getattr(torch, dtype)
+    plain = target.build().to(torch_dtype)
+    pipe = load(package).to(torch_dtype)
+    rows = pipe.manifest.batch if batch is None else batch
+    case = _case(target, pipe.manifest, rows, torch_dtype)
+    start = copy.deepcopy(plain.state_dict())
+
+    def reset(module: nn.Module, training: bool) -> None:
+        module.load_state_dict(start)
+        module.zero_grad()
+        module.train(training)
+        torch.manual_seed(SEED)
+
+    differences = []
+    reset(plain, training=True)
+    outputs = case.run_plain(plain)
+    gradients, buffers = _gradients(plain), _buffers(plain)
+
+    reset(pipe, training=True)
+    case.step(pipe)
+    differences.append(compare("step(): gradients", _gradients(pipe), gradients))
+    differences.append(compare("step(): buffers", _buffers(pipe), buffers))
+
+    reset(pipe, training=True)
+    differences.append(compare("backward(): outputs", case.run_pipe(pipe), outputs))
+    differences.append(compare("backward(): gradients", _gradients(pipe), gradients))
+    differences.append(compare("backward(): buffers", _buffers(pipe), buffers))
+
+    with torch.no_grad():
+        reset(plain, training=False)
+        outputs = case.run_plain(plain)
+        reset(pipe, training=False)
+        differences.append(compare("eval(): outputs", case.run_pipe(pipe), outputs))
+    m = pipe.manifest.microbatches
+    return Verification(dtype, rows, m, TOLERANCE[dtype], tuple(differences))
+
+
+@dataclass(frozen=True, slots=True)
+class _MicroBatch:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    wanted: Any
+    rows: int
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Copies, since a model may write into its inputs."""
+        return copy.deepcopy((self.args, self.kwargs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """The batch whole and in micro-batches, and how to run either model on it."""
+
+    target: Target
+    manifest: Manifest
+    whole: _MicroBatch
+    parts: tuple[_MicroBatch, ...]
+
+    def run_plain(self, model: nn.Module) -> dict[str, Tensor]:
+        """Outputs by name; unless gradients are off, the model's are accumulated."""
+        by_part = []
+        seeds = microbatch_seeds(len(self.parts))
+        with self.target.running(f"forward of {type(model).__name__}, or the loss,"):
+            for part, seed in zip(self.parts, seeds, strict=True):
+                torch.manual_seed(seed)
+                args, kwargs = part.arguments()
+                output = model(*args, **kwargs)
+                by_part.append([tensor.detach() for tensor in describe(output)[1]])
+                if torch.is_grad_enabled():
+                    torch.autograd.backward(self.loss(output, part.wanted) * self._share(part))
+        shares = [self._share(part) for part in self.parts]
+        merged = [
+            torch.cat(tensors, dim) if dim is not None else _mean(tensors, shares)
+            for dim, *tensors in zip(self._batch_dims(), *by_part, strict=True)
+        ]
+        return {f"output {k}": tensor for k, tensor in enumerate(merged)}
+
+    def run_pipe(self, pipe: nn.Module) -> dict[str, Tensor]:
+        """Outputs by name; unless gradients are off, the pipe's are accumulated by backward()."""
+        args, kwargs = self.whole.arguments()
+        output = pipe(*args, **kwargs)
+        if torch.is_grad_enabled():
+            torch.autograd.backward(self._loss_of_whole(output))
+        return {f"output {k}": tensor.detach() for k, tensor in enumerate(describe(output)[1])}
+
+    def step(self, pipe: Pipeline) -> None:
+        """One training step by the schedule table, without an optimizer."""
+        args, kwargs = self.whole.arguments()
+        pipe.step(*args, target=self.whole.wanted, loss_fn=self.loss, **kwargs)
+
+    def loss(self, output: Any, wanted: Any) -> Tensor:
+        """The target file's loss; without one, a fixed weighted mean of each output tensor."""
+        if self.target.loss is not None:
+            return self.target.loss(output, wanted)
+        tensors = [tensor for tensor in describe(output)[1] if tensor.requires_grad]
+        if not tensors:
+            raise InputError(f"{self.target.name}: no output of the model needs a gradient")
+        return torch.stack([_weighted_mean(tensor) for tensor in tensors]).sum()
+
+    def _loss_of_whole(self, output: Any) -> Tensor:
+        """The micro-batches' losses, weighted; of the whole where outputs can't be divided."""
+        structure, tensors = describe(output)
+        dims = self._batch_dims()
+        if None in dims:
+            return self.loss(output, self.whole.wanted)
+        specs = [spec.spec for spec in self.manifest.outputs]
+        divided = [
+            torch.split(tensor, [spec.sizes(part.rows)[dim] for part in self.parts], dim)
+            for tensor, spec, dim in zip(tensors, specs, dims, strict=True)
+            if dim is not None
+        ]
+        losses = [
+            self.loss(rebuild(structure, tensors_of_part), part.wanted) * self._share(part)
+            for part, *tensors_of_part in zip(self.parts, *divided, strict=True)
+        ]
+        return torch.stack(losses).sum()
+
+    def _share(self, part: _MicroBatch) -> float:
+        return part.rows / self.whole.rows
+
+    def _batch_dims(self) -> list[int | None]:
+        """Of each output tensor, the dimension that grows with the batch."""
+        shapes = [output.spec.shape for output in self.manifest.outputs]
+        return [
+            next((dim for dim, size in enumerate(shape) if isinstance(size, str)), None)
+            for shape in shapes
+        ]
+
+
+def _case(target: Target, manifest: Manifest, rows: int, dtype: torch.dtype) -> _Case:
+    m = manifest.microbatches
+    if rows < m:
+        raise InputError(
+            f"a batch of {rows} can't be divided into the {m} micro-batches of this package: "
+            f"verify with --batch {m} or more"
+        )
+    made = target.inputs(rows)
+    # In the order of the signature, in which the manifest lists the inputs.
+    kwargs = {name: made.kwargs[name] for name in manifest.signature if name in made.kwargs}
+    structure, tensors = describe(((made.args, {**kwargs, **made.kwargs}), target.targets(rows)))
+    tensors = [t.to(dtype) if t.is_floating_point() else t for t in tensors]
+    batched = [spec.batched for spec in manifest.inputs]
+    if len(batched) > len(tensors):
+        raise InputError(
+            f"{target.name} gives {len(tensors)} input tensors, the package takes {len(batched)}: "
+            "compile it again from this TARGET"
+        )
+    batched += [t.dim() > 0 and t.size(0) == rows for t in tensors[len(batched) :]]
+    divided = [
+        t.tensor_split(m) if split else (t,) * m for t, split in zip(tensors, batched, strict=True)
+    ]
+    sizes = [len(part) for part in torch.arange(rows).tensor_split(m)]
+
+    def microbatch(tensors: Sequence[Tensor], n_rows: int) -> _MicroBatch:
+        (args, kwargs), wanted = rebuild(structure, tensors)
+        return _MicroBatch(args, kwargs, wanted, n_rows)
+
+    parts = tuple(map(microbatch, zip(*divided, strict=True), sizes))
+    return _Case(target, manifest, microbatch(tensors, rows), parts)
+
+
+def _weighted_mean(tensor: Tensor) -> Tensor:
+    """Over rows a plain mean; within a row weighted, since a sum is constant after a softmax."""
+    weights = torch.arange(tensor[:1].numel(), dtype=tensor.dtype, device=tensor.device).cos()
+    return (tensor * weights.view_as(tensor[:1])).mean() if tensor.dim() else tensor
+
+
+def _mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    if not tensors[0].is_floating_point():
+        return tensors[0]
+    return torch.stack([t * share for t, share in zip(tensors, shares, strict=True)]).sum(0)
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of those in the state_dict; others are values that the model computes anew."""
+    state = model.state_dict()
+    return {name: b.detach().clone() for name, b in model.named_buffers() if name in state}

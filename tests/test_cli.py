@@ -1,0 +1,273 @@
+"""The command: what it prints, and one clear message with exit code 2 for each bad input."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fxpipe.cli import app
+
+MODEL = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x):
+        print("the model speaks")
+        y = F.relu(self.norm(self.first(x)))
+        z = F.relu(self.second(y))
+        return self.last(y + z)
+
+
+def build():
+    return Net()
+
+
+def inputs(batch):
+    return (torch.randn(batch, 4),)
+"""
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def refused(*args: object) -> str:
+    """The message of a command that must refuse: one message, exit code 2, no traceback."""
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+    message = result.stderr[result.stderr.index("error: ") :]
+    assert message.count("error: ") == 1
+    return message
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(text: str = MODEL, name: str = "net.py") -> str:
+    Path(name).write_text(text)
+    return name
+
+
+def compiled_into(out: str, *options: object) -> Result:
+    result = run("compile", write(), "--devices", "cpu*2", "-o", out, *options)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package of MODEL; copy it before changing it."""
+    folder = tmp_path_factory.mktemp("package")
+    (folder / "net.py").write_text(MODEL)
+    out = folder / "out"
+    result = run("compile", folder / "net.py", "--devices", "cpu*2", "-o", out)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_compile_shows_the_plan_and_inspect_the_same_again():
+    result = compiled_into("out", "--verbose")
+    for text in ("Net: 2 stages on 2 CPU lanes", "batch 8 in 4 micro-batches of 2", "1f1b"):
+        assert text in result.stdout
+    for name in ("capture", "profile", "linearize", "partition", "portals", "emit"):
+        assert name in result.stderr
+    assert "predicted step" in result.stdout
+    assert "wrote out" in result.stderr
+    assert run("inspect", "out").stdout == result.stdout
+
+
+def test_json_is_one_object_and_all_there_is():
+    result = compiled_into("out", "--json")
+    facts = json.loads(result.stdout)
+    assert [stage["device"] for stage in facts["stages"]] == ["cpu", "cpu"]
+    assert sum(stage["parameters"] for stage in facts["stages"]) == 40 + 16 + 72 + 18
+    assert {value["from"] for value in facts["values"]} == {0}
+    assert json.loads(run("inspect", "out", "--json").stdout) == facts
+
+
+def test_count_of_devices_says_what_it_came_to():
+    result = run("compile", write(), "--devices", 2, "-o", "out")
+    assert "2 devices: " in result.stderr
+
+
+def test_saved_profile_gives_the_same_package_again():
+    compiled_into("one", "--save-profile", "profile.json")
+    compiled_into("two", "--profile", "profile.json")
+    assert files("one") == files("two")
+
+
+def test_verify_says_equal(package):
+    result = run("verify", package, package.parent / "net.py")
+    assert result.exit_code == 0, result.output
+    assert "equal" in result.stdout
+    facts = json.loads(run("verify", package, package.parent / "net.py", "--json").stdout)
+    assert facts["equal"] is True
+    assert "step(): gradients" in {group["group"] for group in facts["differences"]}
+
+
+def test_verify_says_differs_with_exit_code_1(package):
+    stage = next(p for p in sorted(package.glob("stage_*.py")) if "relu" in p.read_text())
+    shutil.copytree(package, "edited")
+    edited = Path("edited", stage.name)
+    edited.write_text(stage.read_text().replace("relu", "gelu"))
+    result = run("verify", "edited", package.parent / "net.py")
+    assert result.exit_code == 1, result.output
+    assert "differs" in result.stdout
+
+
+def test_target_without_build():
+    message = refused("compile", write("x = 1"), "--devices", 2, "-o", "out")
+    assert "net.py defines no `build`" in message
+    assert not Path("out").exists()
+
+
+def test_target_that_is_not_there():
+    assert "no file absent.py" in refused("compile", "absent.py", "--devices", 2, "-o", "out")
+
+
+def test_inputs_that_do_not_fit_the_model():
+    target = write(MODEL.replace("torch.randn(batch, 4)", "torch.randn(batch, 5)"))
+    message = refused("compile", target, "--devices", 2, "-o", "out")
+    assert "net.py" in message
+    assert "line 16" in message
+    assert not Path("out").exists()
+
+
+def test_arguments_that_forward_does_not_take():
+    target = write(MODEL.replace("(torch.randn(batch, 4),)", "{'y': torch.randn(batch, 4)}"))
+    message = refused("compile", target, "--devices", 2, "-o", "out")
+    assert "'y'" in message
+
+
+def test_branch_on_data_names_the_line():
+    target = write(MODEL.replace("z = F.relu(self", "z = y if y.sum() > 0 else F.relu(self"))
+    message = refused("compile", target, "--devices", 2, "-o", "out")
+    assert "net.py" in message
+    assert "line 17" in message
+    assert not Path("out").exists()
+
+
+def test_more_devices_than_blocks():
+    message = refused("compile", write(), "--devices", "cpu*64", "--batch", 128, "-o", "out")
+    assert "64" in message
+    assert not Path("out").exists()
+
+
+def test_fewer_rows_than_microbatches():
+    options = ("--devices", 2, "--batch", 2, "--microbatches", 4)
+    message = refused("compile", write(), *options, "-o", "out")
+    assert "2" in message
+    assert "4" in message
+
+
+@pytest.mark.parametrize("devices", ["0", "gpu:0", "cuda:99", "", "cpu*0"])
+def test_devices_that_are_not_there(devices):
+    refused("compile", write(), "--devices", devices, "-o", "out")
+
+
+def test_folder_that_is_not_ours_is_left_alone():
+    Path("out").mkdir()
+    Path("out/thesis.tex").write_text("years of work")
+    before = time.perf_counter()
+    assert "out" in refused("compile", write(), "--devices", 2, "-o", "out")
+    assert time.perf_counter() - before < 5, "refused only after all the work"
+    assert files("out") == {"thesis.tex": "years of work"}
+
+
+def test_our_folder_is_replaced_whole():
+    compiled_into("out")
+    Path("out/stage_9.py").write_text("left over")
+    compiled_into("out")
+    assert "stage_9.py" not in files("out")
+    assert {path.name for path in Path().iterdir()} == {"net.py", "out"}
+
+
+def test_failed_compile_leaves_the_package_before():
+    compiled_into("out")
+    before = files("out")
+    refused("compile", write(), "--devices", "cpu*64", "--batch", 128, "-o", "out")
+    assert files("out") == before
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("verify", "net.py")])
+def test_folder_that_is_no_package(command):
+    name, *target = command
+    write()
+    assert "nowhere" in refused(name, "nowhere", *target)
+
+
+def test_edited_plan_that_no_longer_fits_its_stages(package):
+    shutil.copytree(package, "edited")
+    plan = Path("edited/plan.json")
+    data = json.loads(plan.read_text())
+    data["stages"][1]["inputs"][0]["parameter"] = "something_else"
+    plan.write_text(json.dumps(data))
+    message = refused("verify", "edited", package.parent / "net.py")
+    assert "something_else" in message
+
+
+def test_edited_plan_that_lacks_a_field(package):
+    shutil.copytree(package, "edited")
+    plan = Path("edited/plan.json")
+    data = json.loads(plan.read_text())
+    del data["stages"][0]["device"]
+    plan.write_text(json.dumps(data))
+    assert "device" in refused("inspect", "edited")
+
+
+def test_weights_of_another_model(package):
+    other = write(MODEL.replace("self.second", "self.middle"), "other.py")
+    message = refused("verify", package, other)
+    assert "second.weight" in message
+    assert "middle.weight" in message
+
+
+def test_profile_of_another_model():
+    compiled_into("out", "--save-profile", "profile.json")
+    other = write(MODEL.replace("nn.Linear(8, 2)", "nn.Linear(8, 3)"), "other.py")
+    options = ("--devices", 2, "--profile", "profile.json", "-o", "other")
+    assert "profile" in refused("compile", other, *options)
+    assert not Path("other").exists()
+    Path("profile.json").write_text("{")
+    assert "profile.json" in refused("compile", other, *options)
+
+
+def test_wrong_use_is_told_by_the_parser():
+    assert run("compile", write(), "-o", "out").exit_code == 2
+    options = ("--devices", 2, "-o", "out")
+    assert run("compile", write(), *options, "--schedule", "fast").exit_code == 2
+    assert run("compile", write(), *options, "--batch", 0).exit_code == 2
+
+
+def test_help_comes_in_half_a_second():
+    def seconds() -> float:
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "fxpipe", "--help"], capture_output=True, check=True)
+        return time.perf_counter() - started
+
+    assert sorted(seconds() for _ in range(3))[1] < 0.5
+
+
+def files(folder: str) -> dict[str, str]:
+    found = (path for path in Path(folder).rglob("*") if "__pycache__" not in path.parts)
+    return {path.name: path.read_text() for path in found if path.is_file()}

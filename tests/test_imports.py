@@ -1,0 +1,117 @@
+"""Imports point one way, and heavy libraries load only where they are used."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {"fxpipe": ROOT / "fxpipe", "passes": ROOT / "passes", "codegen": ROOT / "codegen"}
+
+# What a module may import of fxpipe; a name stands for everything below it too. A module not
+# listed stands at the top, with the command, and may import all.
+RULES = {
+    "fxpipe.errors": (),
+    "fxpipe.schedule": ("fxpipe.errors",),
+    "fxpipe.runtime": ("fxpipe.errors", "fxpipe.schedule", "fxpipe.runtime"),
+    "fxpipe.ir": ("fxpipe.errors", "fxpipe.schedule", "fxpipe.runtime"),
+    "fxpipe.passes": ("fxpipe.errors", "fxpipe.schedule", "fxpipe.runtime", "fxpipe.ir"),
+    "fxpipe.codegen": (
+        "fxpipe.errors",
+        "fxpipe.schedule",
+        "fxpipe.runtime",
+        "fxpipe.ir",
+        "fxpipe.stock",
+    ),
+}
+RUNTIME_MAY_IMPORT = {"torch", "fxpipe", *sys.stdlib_module_names}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for folder, path in FOLDERS.items():
+        for file in sorted(path.rglob("*.py")):
+            inside = file.relative_to(path)
+            if folder == "fxpipe" and inside.parts[0] in ("passes", "codegen"):
+                continue  # the links
+            parts = [folder, *inside.with_suffix("").parts]
+            name = ".".join(parts if folder == "fxpipe" else ["fxpipe", *parts])
+            yield name.removesuffix(".__init__"), file
+
+
+def imports(file: Path) -> set[str]:
+    """Modules that a file imports, those only for type checking included."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: write absolute imports"
+            known = {f"{node.module}.{alias.name}" for alias in node.names} & KNOWN
+            found.update(known or {str(node.module)})
+    return found
+
+
+KNOWN = {name for name, _ in modules()}
+
+
+def below(name: str, tops: tuple[str, ...]) -> bool:
+    return any(name == top or name.startswith(top + ".") for top in tops)
+
+
+@pytest.mark.parametrize(("name", "file"), list(modules()), ids=str)
+def test_imports_point_one_way(name, file):
+    own = next((top for top in RULES if below(name, (top,))), None)
+    if own is None:
+        return
+    found = {imported for imported in imports(file) if below(imported, ("fxpipe",))}
+    allowed = RULES[own]
+    if own == "fxpipe.passes":
+        allowed = (*allowed, *passes_that_may_be_imported_by(name))
+    if own == "fxpipe.codegen":
+        allowed = (*allowed, "fxpipe.codegen")
+    assert not {imported for imported in found if not below(imported, allowed)}
+
+
+def passes_that_may_be_imported_by(name: str) -> tuple[str, ...]:
+    """Passes stand alone; only partitioning is a family, with a simulator and orders to price."""
+    if name.startswith("fxpipe.passes.partition"):
+        family = {other for other in KNOWN if other.startswith("fxpipe.passes.partition")}
+        needed = ("simulate", "order", "checkpoints")
+        return (*family, *(f"fxpipe.passes.{part}" for part in needed))
+    return ()
+
+
+def test_runtime_imports_torch_and_the_standard_library_only():
+    for name, file in modules():
+        if below(name, ("fxpipe.runtime",)):
+            tops = {imported.partition(".")[0] for imported in imports(file)}
+            assert tops <= RUNTIME_MAY_IMPORT, name
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import fxpipe", "torch ortools networkx jinja2 typer rich"),
+        ("import fxpipe.cli", "torch ortools networkx jinja2 rich"),
+        ("import fxpipe.runtime", "ortools networkx jinja2 typer rich"),
+        ("import fxpipe; fxpipe.load", "ortools networkx jinja2 typer rich"),
+    ],
+)
+def test_heavy_libraries_load_when_used(statement, absent):
+    # torch itself may load networkx and others: only what fxpipe adds counts.
+    code = (
+        f"import sys\n{'import torch' if 'torch' not in absent else ''}\n"
+        f"before = set(sys.modules)\n{statement}\n"
+        f"print(*set({absent!r}.split()) & (set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_help_needs_no_torch(tmp_path):
+    code = "import sys; from fxpipe.cli import app; app(['--help'], standalone_mode=False)"
+    code += "; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=tmp_path)

@@ -1,0 +1,126 @@
+"""A TARGET is loaded, or the message says what it lacks and at which line."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fxpipe import target
+from fxpipe.errors import TargetError
+
+MODEL = """
+from torch import nn
+import torch
+
+def build():
+    return nn.Linear(4, 2)
+
+def other():
+    return nn.Linear(4, 3)
+
+def inputs(batch):
+    return (torch.randn(batch, 4),)
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str, name: str = "toy_model.py") -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return name
+
+    return write
+
+
+def use(text: str) -> None:
+    loaded = target.load(text)
+    loaded.build()
+    loaded.inputs(2)
+
+
+def message(text: str) -> str:
+    with pytest.raises(TargetError) as caught:
+        use(text)
+    return str(caught.value)
+
+
+def test_file_builds_the_same_model_and_inputs_twice(write):
+    loaded = target.load(write(MODEL))
+    assert torch.equal(loaded.build().weight, loaded.build().weight)
+    assert torch.equal(loaded.inputs(3).args[0], loaded.inputs(3).args[0])
+    assert loaded.inputs(3).args[0].shape == (3, 4)
+    assert loaded.targets(3) is None
+    assert loaded.loss is None
+
+
+def test_factory_after_a_colon(write):
+    assert target.load(write(MODEL) + ":other").build().out_features == 3
+
+
+def test_module_in_the_current_folder(write):
+    write("", "toy_package/__init__.py")
+    write(MODEL, "toy_package/zoo.py")
+    assert isinstance(target.load("toy_package.zoo:other").build(), nn.Linear)
+
+
+def test_neighbours_can_be_imported_late_and_the_path_is_restored(write):
+    write("WIDTH = 5", "toy_widths.py")
+    late = MODEL.replace("return nn.Linear(4, 2)", "import toy_widths; return nn.Linear(4, 5)")
+    before = list(sys.path)
+    assert target.load(write(late)).build().out_features == 5
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("made", "args", "kwargs"),
+    [
+        ("torch.ones(batch)", 1, []),
+        ("(torch.ones(batch), None)", 2, []),
+        ("{'x': torch.ones(batch), 'flag': True}", 0, ["x", "flag"]),
+    ],
+)
+def test_inputs_are_positional_or_by_name(write, made, args, kwargs):
+    text = MODEL.replace("(torch.randn(batch, 4),)", made)
+    inputs = target.load(write(text)).inputs(2)
+    assert len(inputs.args) == args
+    assert list(inputs.kwargs) == kwargs
+
+
+def test_messages_name_what_is_missing(write):
+    assert "there is no file nowhere.py" in message("nowhere.py")
+    assert "no module nowhere" in message("nowhere.model:build")
+    assert "defines no `build`" in message(write(MODEL.replace("build", "make")))
+    assert "defines no `third`" in message(write(MODEL) + ":third")
+    assert "defines no `inputs`" in message(write(MODEL.replace("inputs", "examples")))
+    assert "`build` in toy_model.py must be a function" in message(
+        write(MODEL + "\nbuild = nn.Linear(4, 2).weight")
+    )
+
+
+def test_messages_name_what_is_of_the_wrong_type(write):
+    text = MODEL.replace("return nn.Linear(4, 2)", "pass")
+    assert "build() in toy_model.py must return a torch.nn.Module, not None" in message(write(text))
+    text = MODEL.replace("(torch.randn(batch, 4),)", "[torch.randn(batch, 4)]")
+    assert "inputs(2) in toy_model.py must return a tuple" in message(write(text))
+    assert "not a list" in message(write(text))
+
+
+def test_exceptions_of_the_file_are_told_with_their_line(write):
+    text = write(MODEL + "\nraise ValueError('out of luck')")
+    assert "ValueError: out of luck\n  toy_model.py, line 14: raise ValueError" in message(text)
+    text = write(MODEL + "\nx = = 3")
+    assert "SyntaxError: invalid syntax\n  toy_model.py, line 14: x = = 3" in message(text)
+    text = write("import nothing_like_it\n" + MODEL)
+    assert "No module named 'nothing_like_it'\n  toy_model.py, line 1" in message(text)
+    text = write(MODEL.replace("(4, 2)", "(4, 'b')"))
+    assert "build() in toy_model.py raised TypeError" in message(text)
+    assert "toy_model.py, line 6: return nn.Linear(4, 'b')" in message(text)
+    text = write(MODEL.replace("torch.randn(batch, 4)", "torch.randn(4)[batch + 2]"))
+    assert "inputs(2) in toy_model.py raised IndexError" in message(text)
+    assert "toy_model.py, line 12: return" in message(text)
