@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxpipe.difference import Difference, compare
 from fxpipe.errors import InputError
 from fxpipe.runtime import Pipeline, load
-from fxpipe.runtime.manifest import Manifest
+from fxpipe.runtime.manifest import Manifest, TensorSpec
 from fxpipe.runtime.random import microbatch_seeds
 from fxpipe.runtime.structure import describe, rebuild
 from fxpipe.target import Target
@@ -172,11 +172,13 @@ class _Case:
 
     def _batch_dims(self) -> list[int | None]:
         """Of each output tensor, the dimension that grows with the batch."""
-        shapes = [output.spec.shape for output in self.manifest.outputs]
-        return [
-            next((dim for dim, size in enumerate(shape) if isinstance(size, str)), None)
-            for shape in shapes
-        ]
+        return [_batch_dim(output.spec) for output in self.manifest.outputs]
+
+
+def _batch_dim(spec: TensorSpec) -> int | None:
+    if spec.batch_dim is not None:
+        return spec.batch_dim
+    return next((dim for dim, size in enumerate(spec.shape) if isinstance(size, str)), None)
 
 
 def _case(target: Target, manifest: Manifest, rows: int, dtype: torch.dtype) -> _Case:
@@ -219,7 +221,7 @@ def _weighted_mean(tensor: Tensor) -> Tensor:
 
 def _mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     if not tensors[0].is_floating_point():
-        return tensors[0]
+        return tensors[-1]
     return torch.stack([t * share for t, share in zip(tensors, shares, strict=True)]).sum(0)
 
 
