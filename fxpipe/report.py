@@ -71,18 +71,25 @@ def package_table(manifest: Manifest) -> RenderableType:
     parts: list[RenderableType] = [_heading(manifest), _stages(manifest, facts["stages"])]
     if facts["values"]:
         parts.append(_values(manifest))
-    for name, stages in facts["shared_parameters"].items():
-        where = " and ".join(map(str, stages))
-        parts.append(f"{escape(name)} is shared by stages {where}: its gradients are added up.")
+    if facts["shared_parameters"]:
+        parts.append(
+            "\n".join(
+                f"{escape(name)} is shared by stages {', '.join(map(str, stages))}: its gradients "
+                "are added up"
+                for name, stages in facts["shared_parameters"].items()
+            )
+        )
     parts.append(_step(manifest))
-    return Group(*parts)
+    spaced = [part for section in parts for part in ("", section)]
+    return Group(*spaced[1:])
 
 
 def _heading(manifest: Manifest) -> str:
+    at_most = "at most " if manifest.batch % manifest.microbatches else ""
     return (
         f"[bold]{escape(manifest.model)}[/bold]: {_plural(len(manifest.stages), 'stage')} on "
         f"{devices_text(manifest.devices)}; batch {manifest.batch} in "
-        f"{_plural(manifest.microbatches, 'micro-batch', 'es')} of {_rows(manifest)}; "
+        f"{_plural(manifest.microbatches, 'micro-batch', 'es')} of {at_most}{_rows(manifest)}; "
         f"schedule {manifest.schedule}"
     )
 
@@ -127,10 +134,11 @@ def _values(manifest: Manifest) -> Table:
 
 def _step(manifest: Manifest) -> str:
     estimate = manifest.estimate
-    gap = "" if manifest.gap is None else f", at most {manifest.gap:.1%} above the optimum"
+    gap = "" if manifest.gap is None else f", gap {manifest.gap:.1%}"
     return (
-        f"predicted step {ms_text(estimate.step_ms)}, bubble {estimate.bubble:.0%} "
-        f"(cuts by {manifest.solver}{gap}; times {manifest.profile})\n"
+        f"[bold]predicted step {ms_text(estimate.step_ms)}, bubble {estimate.bubble:.0%}[/bold]; "
+        f"solver {manifest.solver}{gap}\n"
+        f"times: {escape(manifest.profile)}; numbers: {escape(manifest.checked)}\n"
         "[dim]forward, backward and bytes are of one micro-batch; peak memory is the device's "
         "over a step[/dim]"
     )
@@ -189,11 +197,10 @@ def verification_table(result: "Verification") -> RenderableType:
 
 def choice_text(asked: str, devices: Sequence[str], n_cuda: int) -> str:
     """Which devices a `--devices` text came to, and why."""
-    text = f"{_plural(len(devices), 'device')}: "
+    text = f"devices: {devices_text(devices)}"
     if set(devices) == {"cpu"} and asked.strip().isdigit():
-        found = _plural(n_cuda, "CUDA device")
-        return f"{text}{devices_text(devices)}, since this machine has {found}"
-    return text + devices_text(devices)
+        return f"{text}, since this machine has {_plural(n_cuda, 'CUDA device')}"
+    return text
 
 
 def devices_text(devices: Sequence[str]) -> str:

@@ -107,7 +107,7 @@ def test_json_is_one_object_and_all_there_is():
 
 def test_count_of_devices_says_what_it_came_to():
     result = run("compile", write(), "--devices", 2, "-o", "out")
-    assert "2 devices: " in result.stderr
+    assert "devices: 2 " in result.stderr
 
 
 def test_saved_profile_gives_the_same_package_again():

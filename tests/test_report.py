@@ -1,0 +1,161 @@
+"""The tables, shown as text."""
+
+import json
+from textwrap import dedent
+
+from rich.console import Console, RenderableType
+
+from fxpipe import report
+from fxpipe.difference import Difference
+from fxpipe.runtime.manifest import (
+    EstimateSpec,
+    InputSpec,
+    Manifest,
+    OutputSpec,
+    PortSpec,
+    StageSpec,
+    StateSpec,
+    TensorSpec,
+)
+from fxpipe.verify import Verification
+
+ROWS = TensorSpec(("batch", 1024), "float32", requires_grad=True)
+TIED = TensorSpec((1024, 1024), "float32", requires_grad=True)
+
+
+def stage(j: int, *inputs: PortSpec) -> StageSpec:
+    return StageSpec(
+        file=f"stage_{j}.py",
+        class_name=f"Stage{j}",
+        device=j,
+        checkpoint="never",
+        random=False,
+        ops=3 + j,
+        inputs=inputs,
+        outputs=(OutputSpec(f"x_{j}", None, ROWS),),
+        parameters=("embed.weight",) if j != 1 else (),
+        buffers=(),
+        mutated_buffers=(),
+        forward_ms=1.234,
+        backward_ms=12.34,
+        parameter_bytes=4 * 1024 * 1024 if j != 1 else 0,
+        saved_bytes=512,
+        received_bytes=0,
+    )
+
+
+def port(value: str, source: int | None, portal: bool = False) -> PortSpec:
+    return PortSpec(value, value, source, portal, ROWS)
+
+
+MANIFEST = Manifest(
+    format=1,
+    fxpipe="0",
+    torch="2",
+    model="Tied",
+    fingerprint="",
+    batch=10,
+    microbatches=4,
+    schedule="1f1b",
+    devices=("cpu", "cpu", "cpu"),
+    signature=("x",),
+    input_structure={"dict": {"x": {"tensor": 0}}},
+    inputs=(InputSpec("x", True, ROWS),),
+    output_structure={"tensor": 0},
+    outputs=(OutputSpec("x_2", 2, ROWS),),
+    stages=(
+        stage(0, port("x", None)),
+        stage(1, port("x_0", 0)),
+        stage(2, port("x_0", 0, portal=True), port("x_1", 1)),
+    ),
+    state=(StateSpec("embed.weight", "parameter", TIED),),
+    estimate=EstimateSpec(step_ms=123.4, bubble=0.25, peak_bytes=(3 * 2**30, 2**20, 100)),
+    solver="dp",
+    gap=0.01,
+    checked="outputs and gradients equal the model's",
+    profile="measured on a CPU",
+    files={},
+)
+
+
+def shown(table: RenderableType) -> str:
+    console = Console(width=100, color_system=None, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def test_package_fits_into_100_columns():
+    assert shown(report.package_table(MANIFEST)) == dedent("""\
+    Tied: 3 stages on 3 CPU lanes; batch 10 in 4 micro-batches of at most 3; schedule 1f1b
+
+    stage  device  ops  parameters           forward  backward  peak memory
+        0     cpu    3   1,048,576  4.0 MiB  1.23 ms   12.3 ms     3.00 GiB
+        1     cpu    4           0      0 B  1.23 ms   12.3 ms      1.0 MiB
+        2     cpu    5   1,048,576  4.0 MiB  1.23 ms   12.3 ms        100 B
+
+    value  from  to  shape                    bytes
+    x_0       0   1  float32[batch, 1024]  12.0 KiB
+    x_0       0   2  float32[batch, 1024]  12.0 KiB  portal
+    x_1       1   2  float32[batch, 1024]  12.0 KiB
+
+    embed.weight is shared by stages 0, 2: its gradients are added up
+
+    predicted step 123 ms, bubble 25%; solver dp, gap 1.0%
+    times: measured on a CPU; numbers: outputs and gradients equal the model's
+    forward, backward and bytes are of one micro-batch; peak memory is the device's over a step
+    """)
+
+
+def test_package_json_holds_the_same():
+    facts = json.loads(json.dumps(report.package_json(MANIFEST)))
+    assert [stage["parameters"] for stage in facts["stages"]] == [2**20, 0, 2**20]
+    portals = [(value["from"], value["to"], value["portal"]) for value in facts["values"]]
+    assert portals == [(0, 1, False), (0, 2, True), (1, 2, False)]
+    assert facts["values"][0]["bytes"] == 3 * 1024 * 4
+    assert facts["shared_parameters"] == {"embed.weight": [0, 2]}
+
+
+def verification(*differences: Difference) -> str:
+    result = Verification("float64", 8, 4, 1e-10, differences)
+    return shown(report.verification_table(result))
+
+
+def test_verification_names_the_worst():
+    near = Difference("gradients", 3, 1e-13, 2e-14, "a.weight")
+    gone = Difference("buffers", 2, 0.5, 0.25, "b", missing=("c.bias",))
+    assert verification(near) == dedent("""\
+    compared   tensors  absolute  relative  largest in
+    gradients        3   1.0e-13   2.0e-14  a.weight
+    equal: all within 1e-10 relative (float64, batch 8 in 4 micro-batches)
+    """)
+    assert verification(near, gone) == dedent("""\
+    compared   tensors  absolute  relative  largest in
+    gradients        3   1.0e-13   2.0e-14  a.weight
+    buffers          2   5.0e-01   2.5e-01  missing: c.bias
+    differs: over 1e-10 relative (float64, batch 8 in 4 micro-batches)
+    """)
+
+
+def test_units_read_well():
+    assert [report.bytes_text(n) for n in (0, 1023, 1536, 2**20, 5 * 2**40)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "1.0 MiB",
+        "5120.00 GiB",
+    ]
+    assert [report.ms_text(ms) for ms in (0.012, 9.99, 12.34, 1234.5, 12345)] == [
+        "0.01 ms",
+        "9.99 ms",
+        "12.3 ms",
+        "1234 ms",
+        "12.3 s",
+    ]
+
+
+def test_devices_are_told_in_words():
+    choice = report.choice_text("2", ["cpu", "cpu"], 1)
+    assert choice == "devices: 2 CPU lanes, since this machine has 1 CUDA device"
+    assert report.choice_text("2", ["cuda:0", "cuda:1"], 2) == "devices: cuda:0, cuda:1"
+    assert report.choice_text("cpu*2", ["cpu", "cpu"], 0) == "devices: 2 CPU lanes"
