@@ -1,0 +1,293 @@
+"""Partition: where to cut the chain. What the solvers share, and the entry that picks one.
+
+Solvers look for cuts in their own ways, but all are judged by `Scorer`, which asks the simulator,
+so that a plan's estimate is always the simulator's word.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxpipe.errors import PlanError
+from fxpipe.ir import Chain, CheckpointMode, Estimate, Link, Plan, StageEstimate
+from fxpipe.passes import checkpoints, order
+from fxpipe.passes.simulate import Message, StageCost, simulate
+from fxpipe.schedule import Kind, Schedule
+
+SOLVERS = ("dp", "beam", "cpsat")
+
+Cuts = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a solver is given. `edges` are 0, each place where a stage may begin, and the end.
+
+    The blocks between two neighbouring edges are an *atom*: no plan takes them apart.
+    """
+
+    chain: Chain
+    n_stages: int
+    schedule: Schedule
+    checkpoint: tuple[CheckpointMode, ...]
+    link: Link
+    capacity_bytes: int
+    edges: tuple[int, ...]
+
+    @property
+    def recompute(self) -> tuple[tuple[bool, ...], ...]:
+        """For each stage, for each micro-batch: is it recomputed?"""
+        return checkpoints.recompute_table(self.checkpoint, self.schedule.n_microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A solver's answer, and a proven lower bound on the step of any cuts, if it has one."""
+
+    cuts: Cuts
+    bound_ms: float | None = None
+
+
+class Scorer:
+    """Judges cuts by the simulator, each once: first by bytes over capacity, then by step."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.estimates: dict[Cuts, Estimate] = {}
+
+    def estimate(self, cuts: Cuts) -> Estimate:
+        """The simulator's word on `cuts`."""
+        if cuts not in self.estimates:
+            p = self.problem
+            self.estimates[cuts] = evaluate(
+                p.chain, cuts, schedule=p.schedule, checkpoint=p.checkpoint, link=p.link
+            )
+        return self.estimates[cuts]
+
+    def __call__(self, cuts: Cuts) -> tuple[int, float, Cuts]:
+        """What to sort cuts by, best first."""
+        estimate = self.estimate(cuts)
+        capacity = self.problem.capacity_bytes
+        over = sum(max(0, peak - capacity) for peak in estimate.peak_bytes)
+        # The cuts themselves break ties, so that no result hangs on the order of the search.
+        return over, estimate.step_ms, cuts
+
+
+def partition(
+    chain: Chain,
+    *,
+    n_stages: int,
+    n_microbatches: int,
+    schedule: str,
+    checkpoint: CheckpointMode,
+    link: Link,
+    capacity_bytes: int,
+    solver: str,
+    seed: int = 0,
+    time_limit_s: float = 10.0,
+) -> Plan:
+    """Cut `chain` into `n_stages` so that the simulated step is short and fits each device.
+
+    `solver` is one of `SOLVERS`; `seed` and `time_limit_s` are for those that use chance or time.
+    Raises PlanError where no such cut exists, ScheduleError for an unknown schedule.
+    """
+    edges = _edges(chain)
+    _check_counts(n_stages, n_microbatches, len(edges) - 1, solver)
+    problem = Problem(
+        chain=chain,
+        n_stages=n_stages,
+        schedule=order.build(schedule, n_stages, n_microbatches),
+        checkpoint=checkpoints.place(checkpoint, n_stages),
+        link=link,
+        capacity_bytes=capacity_bytes,
+        edges=edges,
+    )
+    score = Scorer(problem)
+    solution = _solve(solver, score, seed, time_limit_s)
+    estimate = score.estimate(solution.cuts)
+    if max(estimate.peak_bytes) > capacity_bytes:
+        raise PlanError(_does_not_fit(problem, estimate, checkpoint))
+    return Plan(
+        cuts=solution.cuts,
+        stage_to_device=tuple(range(n_stages)),
+        schedule_name=schedule,
+        schedule=problem.schedule,
+        checkpoint=problem.checkpoint,
+        estimate=estimate,
+        solver=solver,
+        bound_ms=solution.bound_ms,
+    )
+
+
+def evaluate(
+    chain: Chain,
+    cuts: Cuts,
+    *,
+    schedule: Schedule,
+    checkpoint: tuple[CheckpointMode, ...],
+    link: Link,
+) -> Estimate:
+    """What the simulator predicts of `chain` cut at `cuts` under `schedule`."""
+    stages, messages = stage_costs(chain, cuts)
+    recompute = checkpoints.recompute_table(checkpoint, schedule.n_microbatches)
+    simulation = simulate(schedule, stages, messages, link, recompute)
+    received = Counter[int]()
+    for message in messages:
+        received[message.target] += message.bytes
+    return Estimate(
+        step_ms=simulation.step_ms,
+        bubble=simulation.bubble,
+        peak_bytes=simulation.peak_bytes,
+        stages=tuple(
+            StageEstimate(
+                forward_ms=stage.forward_ms,
+                backward_ms=stage.backward_ms,
+                parameter_bytes=stage.parameter_bytes,
+                saved_bytes=stage.saved_bytes,
+                received_bytes=stage.input_bytes + received[j],
+            )
+            for j, stage in enumerate(stages)
+        ),
+    )
+
+
+def stage_costs(chain: Chain, cuts: Cuts) -> tuple[tuple[StageCost, ...], tuple[Message, ...]]:
+    """What each stage costs on one micro-batch, and what the stages send each other.
+
+    Storages of the same name count once a stage. A value goes straight from its producer's stage
+    to each stage that reads it; a received value that a backward saves is counted as received.
+    """
+    bounds = (0, *cuts, len(chain.blocks))
+    stage_of = [j for j in range(len(bounds) - 1) for _ in range(bounds[j], bounds[j + 1])]
+    n_stages = len(bounds) - 1
+    received: list[set[str]] = [set() for _ in range(n_stages)]
+    input_bytes = [0] * n_stages
+    sent: dict[tuple[int, int], tuple[int, int]] = {}
+    for value in chain.values:
+        source = stage_of[value.producer] if value.producer >= 0 else -1
+        # A consumer past the last block is the caller, who takes the model's output.
+        targets = {stage_of[k] for k in value.consumers if k < len(stage_of)} - {source}
+        for target in sorted(targets):
+            received[target].add(value.name)
+            if source < 0:
+                input_bytes[target] += value.bytes
+                continue
+            n_bytes, gradient_bytes = sent.get((source, target), (0, 0))
+            sent[source, target] = (
+                n_bytes + value.bytes,
+                gradient_bytes + (value.bytes if value.gradient else 0),
+            )
+    stages = tuple(
+        _stage_cost(chain, bounds[j], bounds[j + 1], received[j], input_bytes[j])
+        for j in range(n_stages)
+    )
+    messages = tuple(Message(*pair, *sizes) for pair, sizes in sorted(sent.items()))
+    return stages, messages
+
+
+def _stage_cost(
+    chain: Chain, begin: int, end: int, received: set[str], input_bytes: int
+) -> StageCost:
+    blocks = chain.blocks[begin:end]
+    saved = {name: size for block in blocks for name, size in block.saved if name not in received}
+    return StageCost(
+        forward_ms=sum(block.forward_ms for block in blocks),
+        backward_ms=sum(block.backward_ms for block in blocks),
+        parameter_bytes=sum(dict(one for block in blocks for one in block.parameters).values()),
+        buffer_bytes=sum(dict(one for block in blocks for one in block.buffers).values()),
+        saved_bytes=sum(saved.values()),
+        input_bytes=input_bytes,
+        workspace_bytes=max(block.workspace_bytes for block in blocks),
+    )
+
+
+def held_sets(
+    schedule: Schedule, recompute: Sequence[Sequence[bool]]
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """For each stage, how much it holds at its fullest: (saved sets, micro-batches in flight).
+
+    Read off the table alone, so it holds for any cuts. Several pairs where neither is the larger
+    in both.
+    """
+    held: list[set[tuple[int, int]]] = [set() for _ in range(schedule.n_stages)]
+    saved, in_flight = [0] * schedule.n_stages, [0] * schedule.n_stages
+    for row in schedule.rows:
+        for action in row:
+            j, again = action.stage, recompute[action.stage][action.microbatch]
+            forward = action.kind is Kind.FORWARD
+            saved[j] += forward != again
+            in_flight[j] += forward
+            held[j].add((saved[j], in_flight[j]))
+            if not forward:
+                saved[j] -= 1
+                in_flight[j] -= 1
+    return tuple(
+        tuple(
+            (s, f)
+            for s, f in sorted(pairs)
+            if not any((a, b) != (s, f) and a >= s and b >= f for a, b in pairs)
+        )
+        for pairs in held
+    )
+
+
+def _edges(chain: Chain) -> tuple[int, ...]:
+    inner = (k + 1 for k in range(len(chain.blocks) - 1) if chain.cuttable[k])
+    return (0, *inner, len(chain.blocks))
+
+
+def _solve(solver: str, score: Scorer, seed: int, time_limit_s: float) -> Solution:
+    # The solvers import this module, and OR-Tools takes longer to import than to skip.
+    if solver == "dp":
+        from fxpipe.passes import partition_dp
+
+        return partition_dp.solve(score)
+    if solver == "beam":
+        from fxpipe.passes import partition_beam
+
+        return partition_beam.solve(score, seed=seed)
+    from fxpipe.passes import partition_cpsat
+
+    return partition_cpsat.solve(score, seed=seed, time_limit_s=time_limit_s)
+
+
+def _check_counts(n_stages: int, n_microbatches: int, n_atoms: int, solver: str) -> None:
+    broken = []
+    if solver not in SOLVERS:
+        broken.append(f"there is no solver {solver!r}: use one of {', '.join(SOLVERS)}")
+    if n_microbatches < 1:
+        broken.append(f"{n_microbatches} micro-batches: a step needs at least 1")
+    if n_stages < 1:
+        broken.append(f"{n_stages} devices: a plan needs at least 1")
+    elif n_stages > n_atoms:
+        broken.append(
+            f"{n_stages} devices, but the model has only {n_atoms} "
+            f"{'block' if n_atoms == 1 else 'blocks'} that can be cut apart: "
+            f"use at most {n_atoms}"
+        )
+    if broken:
+        raise PlanError("; ".join(broken))
+
+
+def _does_not_fit(problem: Problem, estimate: Estimate, checkpoint: CheckpointMode) -> str:
+    peak = max(estimate.peak_bytes)
+    device = estimate.peak_bytes.index(peak)
+    stage = estimate.stages[device]
+    help_by = ["smaller micro-batches (more of them)"]
+    if problem.n_stages < len(problem.edges) - 1:
+        help_by.insert(0, f"more than {problem.n_stages} devices")
+    if checkpoint is not CheckpointMode.ALWAYS:
+        help_by.append("`--checkpoint always`")
+    return (
+        f"no partition fits: in the best one found, device {device} needs {_size(peak)} and holds "
+        f"{_size(problem.capacity_bytes)} (parameters and gradients "
+        f"{_size(2 * stage.parameter_bytes)}, saved for one micro-batch "
+        f"{_size(stage.saved_bytes)}). What would help: {', or '.join(help_by)}"
+    )
+
+
+def _size(n_bytes: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n_bytes >= scale:
+            return f"{n_bytes / scale:.2f} {unit}"
+    return f"{n_bytes} bytes"

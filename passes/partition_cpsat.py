@@ -1,0 +1,234 @@
+"""Partition by OR-Tools CP-SAT: cuts with a proven lower bound on the simulated step.
+
+The model, in whole units of time (each cost rounded down):
+
+1. `late[j][a]`: atom a lies in stage j or a later one. Cuts rise, every stage has an atom.
+2. A stage's forward and backward times, its memory, and the delay of the messages between it and
+   the next are linear in these.
+3. Every action of the schedule table starts after the one before it in its row, after its own
+   forward, and after the messages from its neighbours; these keep the order of their link.
+4. The makespan is minimised.
+
+It is a relaxation of the simulator: of what crosses a boundary it counts only what is made in the
+last atom before and read in the first atom after it, portals take no time, and a device's memory
+counts parameters, gradients, buffers, saved bytes and those messages, each name at its first block.
+Hence its bound holds for the simulated step of any cuts.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from fxpipe.passes import partition_dp
+from fxpipe.passes.partition import Cuts, Problem, Scorer, Solution, held_sets
+from fxpipe.schedule import Action, Kind
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
+# Rounding down loses less than this share of the step for each block and micro-batch.
+_UNITS_PER_STEP = 10**7
+_BYTES_PER_UNIT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Atoms:
+    """Costs by atom, rounded down; of boundaries, by the atom after.
+
+    `received_saved` are those received values that some backward saves: they are in `saved` too.
+    """
+
+    forward: list[int]
+    backward: list[int]
+    send: list[int]
+    back: list[int]
+    static: list[int]
+    saved: list[int]
+    received: list[int]
+    received_saved: list[int]
+
+
+def solve(score: Scorer, *, seed: int, time_limit_s: float) -> Solution:
+    """The better of the best cuts of the model and those of dynamic programming, with a bound.
+
+    One worker: several race, and which of two equal solutions comes first hangs on the machine's
+    load. For the same reason the search is stopped by OR-Tools' own count of work; the limit in
+    seconds only guards it.
+    """
+    from ortools.sat.python import cp_model
+
+    problem = score.problem
+    hint = partition_dp.solve(score).cuts
+    over, step_ms, _ = score(hint)
+    unit_ms = step_ms / _UNITS_PER_STEP or 1.0
+    model = cp_model.CpModel()
+    horizon = ceil(step_ms / unit_ms) if not over else 100 * _UNITS_PER_STEP
+    late = _build(model, problem, _atoms(problem, unit_ms), horizon)
+    _give_hint(model, problem, late, hint)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = seed
+    solver.parameters.max_time_in_seconds = time_limit_s
+    solver.parameters.max_deterministic_time = time_limit_s / 2
+    status = solver.solve(model)
+    bound_ms = max(0, int(solver.best_objective_bound)) * unit_ms * (1 - 1e-9)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Solution(hint, None if over else bound_ms)
+    cuts = tuple(
+        problem.edges[next(a for a, var in enumerate(row) if solver.value(var))]
+        for row in late[1:-1]
+    )
+    return Solution(min(hint, cuts, key=score), bound_ms)
+
+
+def _build(
+    model: "cp_model.CpModel", problem: Problem, atoms: _Atoms, horizon: int
+) -> "list[list[cp_model.IntVar]]":
+    """Rules 1, 2 and 4; the variables `late`, with a row of ones before and of zeros after."""
+    from ortools.sat.python import cp_model
+
+    n, end = problem.n_stages, len(atoms.forward)
+    dot = cp_model.LinearExpr.weighted_sum
+    ones, zeros = model.new_constant(1), model.new_constant(0)
+    late = [[ones] * end]
+    for j in range(1, n):
+        first, last = j, end - (n - j)
+        row = [
+            zeros if a < first else ones if a >= last else model.new_bool_var(f"late_{j}_{a}")
+            for a in range(end)
+        ]
+        for a in range(1, end):
+            model.add_implication(row[a - 1], row[a])
+            model.add_implication(row[a], late[-1][a - 1])
+        late.append(row)
+    late.append([zeros] * end)
+
+    def of_stage(costs: list[int], j: int) -> "cp_model.LinearExpr":
+        return dot(late[j], costs) - dot(late[j + 1], costs)
+
+    def at_start(costs: list[int], j: int) -> "cp_model.LinearExpr":
+        return dot(late[j][1:], costs[1:]) - dot(late[j][:-1], costs[1:])
+
+    def variable(value: "cp_model.LinearExpr", name: str) -> "cp_model.IntVar":
+        result = model.new_int_var(0, horizon, name)
+        model.add(result == value)
+        return result
+
+    capacity = problem.capacity_bytes // _BYTES_PER_UNIT
+    for j, pairs in enumerate(held_sets(problem.schedule, problem.recompute)):
+        for saved, in_flight in pairs:
+            model.add(
+                of_stage(atoms.static, j)
+                + saved * of_stage(atoms.saved, j)
+                + in_flight * at_start(atoms.received, j)
+                + (in_flight - saved) * at_start(atoms.received_saved, j)
+                <= capacity
+            )
+    times = _Times(
+        forward=[variable(of_stage(atoms.forward, j), f"forward_{j}") for j in range(n)],
+        backward=[variable(of_stage(atoms.backward, j), f"backward_{j}") for j in range(n)],
+        send=[zeros, *(variable(at_start(atoms.send, j), f"send_{j}") for j in range(1, n))],
+        back=[zeros, *(variable(at_start(atoms.back, j), f"back_{j}") for j in range(1, n))],
+    )
+    makespan = model.new_int_var(0, horizon, "makespan")
+    _add_table(model, problem, times, makespan, horizon)
+    model.minimize(makespan)
+    return late
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Variables by stage: `send` and `back` of the boundary before it."""
+
+    forward: "list[cp_model.IntVar]"
+    backward: "list[cp_model.IntVar]"
+    send: "list[cp_model.IntVar]"
+    back: "list[cp_model.IntVar]"
+
+
+def _add_table(
+    model: "cp_model.CpModel",
+    problem: Problem,
+    times: _Times,
+    makespan: "cp_model.IntVar",
+    horizon: int,
+) -> None:
+    """Rule 3, and for each stage: what comes before it, all its work, what comes after."""
+    n, recompute = problem.n_stages, problem.recompute
+    ends: dict[Action, cp_model.IntVar] = {}
+    arrivals: dict[Action, cp_model.IntVar] = {}
+    for row in problem.schedule.rows:
+        for action in row:
+            ends[action] = model.new_int_var(0, horizon, f"end_{action}")
+            arrivals[action] = model.new_int_var(0, horizon, f"arrival_{action}")
+    for row in problem.schedule.rows:
+        before: Action | None = None
+        sent: dict[Kind, Action] = {}
+        for action in row:
+            j, i, forward = action.stage, action.microbatch, action.kind is Kind.FORWARD
+            start = ends[action] - (times.forward[j] if forward else times.backward[j])
+            if not forward and recompute[j][i]:
+                start = start - times.forward[j]
+            model.add(start >= 0 if before is None else start >= ends[before])
+            neighbour = j - 1 if forward else j + 1
+            if 0 <= neighbour < n:
+                model.add(start >= arrivals[Action(neighbour, action.kind, i)])
+            if not forward:
+                model.add(start >= ends[Action(j, Kind.FORWARD, i)])
+            delay = times.back[j] if not forward else times.send[j + 1] if j + 1 < n else 0
+            model.add(arrivals[action] >= ends[action] + delay)
+            if action.kind in sent:
+                model.add(arrivals[action] >= arrivals[sent[action.kind]] + delay)
+            sent[action.kind] = before = action
+            model.add(makespan >= ends[action])
+    m = problem.schedule.n_microbatches
+    rest = makespan - 0
+    for j in range(n):
+        rest = rest - times.send[j] - times.back[j]
+        model.add(rest >= (m + sum(recompute[j])) * times.forward[j] + m * times.backward[j])
+        rest = rest - times.forward[j] - times.backward[j]
+
+
+def _atoms(problem: Problem, unit_ms: float) -> _Atoms:
+    chain, edges = problem.chain, problem.edges
+    atom_of = [a for a in range(len(edges) - 1) for _ in range(edges[a], edges[a + 1])]
+    atoms = _Atoms(*([0] * (len(edges) - 1) for _ in range(8)))
+    value_bytes = {value.name: value.bytes for value in chain.values}
+    seen: set[tuple[str, str]] = set()
+    for block, a in zip(chain.blocks, atom_of, strict=True):
+        atoms.forward[a] += int(block.forward_ms / unit_ms)
+        atoms.backward[a] += int(block.backward_ms / unit_ms)
+        for kind, factor, held in (
+            ("parameters", 2, atoms.static),
+            ("buffers", 1, atoms.static),
+            ("saved", 1, atoms.saved),
+        ):
+            for name, size in getattr(block, kind):
+                if (kind, name) not in seen:
+                    # A stage that receives what it saves holds the value, not its whole storage.
+                    size = min(size, value_bytes.get(name, size)) if kind == "saved" else size
+                    held[a] += factor * size // _BYTES_PER_UNIT
+                    seen.add((kind, name))
+    sent, back = ([0] * (len(edges) - 1) for _ in range(2))
+    for value in chain.values:
+        readers = {atom_of[k] for k in value.consumers if k < len(atom_of)}
+        if value.producer >= 0 and (after := atom_of[value.producer] + 1) in readers:
+            sent[after] += value.bytes
+            back[after] += value.bytes if value.gradient else 0
+            is_saved = ("saved", value.name) in seen
+            held = atoms.received_saved if is_saved else atoms.received
+            held[after] += value.bytes // _BYTES_PER_UNIT
+    for sizes, delays in ((sent, atoms.send), (back, atoms.back)):
+        delays[:] = (int(problem.link.transfer_ms(b) / unit_ms) if b else 0 for b in sizes)
+    return atoms
+
+
+def _give_hint(
+    model: "cp_model.CpModel",
+    problem: Problem,
+    late: "list[list[cp_model.IntVar]]",
+    cuts: Cuts,
+) -> None:
+    for j, cut in enumerate(cuts, start=1):
+        for a in range(j, len(late[j]) - (problem.n_stages - j)):
+            model.add_hint(late[j][a], problem.edges[a] >= cut)

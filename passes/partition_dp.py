@@ -1,0 +1,248 @@
+"""Partition by dynamic programming: fast, for chains.
+
+1. A schedule's step is about everything once, plus the wait for the slowest stage: (m - 1) (F + B),
+   or, where stage j sends w forwards ahead, (m - 1) B + (m - w) F, as those fill the time in which
+   the first backward is on its way. Both are tried.
+2. For a limit on that wait, the cuts with the least communication follow from a recursion over
+   (stages, atoms): a sliding-window minimum, as what fits (limit and memory) is a window of starts
+   that moves on with the end. The limit runs from the least possible upwards.
+3. The best few go to the simulator, and their cuts are moved on for as long as the simulator says
+   that it gets better: this is where skips, links and the order of the stages, which the recursion
+   can't see, come in.
+"""
+
+from bisect import bisect_left
+from collections import Counter, deque
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import inf
+
+from fxpipe.passes.partition import Cuts, Problem, Scorer, Solution, held_sets
+from fxpipe.schedule import Kind
+
+_GROWTH = 1.004
+_LIMITS = 64
+_SIMULATED = 8
+_STARTS = 4
+_MOVES = (1, 2, 4, 8)
+_BUDGET = 160
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """The chain by edge: the wait up to it, by stage, and the round trip over a cut there."""
+
+    wait_ms: tuple[tuple[float, ...], ...]
+    crossing_ms: tuple[float, ...]
+
+    def slowest(self, path: tuple[int, ...]) -> float:
+        """The longest wait of a stage."""
+        spans = zip(self.wait_ms, pairwise(path), strict=True)
+        return max(wait[end] - wait[start] for wait, (start, end) in spans)
+
+    def trip(self, path: tuple[int, ...]) -> float:
+        """One round trip over all cuts."""
+        return sum(self.crossing_ms[e] for e in path[1:-1])
+
+
+def solve(score: Scorer) -> Solution:
+    """The best cuts found; they exceed the capacity only if nothing found fits."""
+    problem = score.problem
+    capacity = problem.capacity_bytes
+    while not (candidates := _candidates(problem, capacity)):
+        # Nothing fits by this estimate: the least that would is the best start for the simulator.
+        capacity += capacity // 8 + 1
+    starts = sorted(candidates, key=score)[:_STARTS]
+    last = len(score.estimates) + _BUDGET
+    return Solution(min((_descend(score, cuts, last) for cuts in starts), key=score))
+
+
+def _candidates(problem: Problem, capacity_bytes: int) -> list[Cuts]:
+    """Promising cuts, best rank first; none if no cuts are likely to fit."""
+    received, crossing_ms = _crossings(problem)
+    first_start = [
+        _first_starts(problem, received, pairs, capacity_bytes)
+        for pairs in held_sets(problem.schedule, problem.recompute)
+    ]
+    m = problem.schedule.n_microbatches
+    found: dict[Cuts, None] = {}
+    for ahead in dict.fromkeys(((1,) * problem.n_stages, _forwards_ahead(problem))):
+        line = _Line(_waits(problem, [m - w for w in ahead]), crossing_ms)
+        for path in _sweep(line, first_start)[:_SIMULATED]:
+            found[tuple(problem.edges[e] for e in path[1:-1])] = None
+    return list(found)
+
+
+def _forwards_ahead(problem: Problem) -> tuple[int, ...]:
+    """By stage: the forwards before its first backward; 1 where that is the same for all."""
+    ahead = [1] * problem.n_stages
+    for row in problem.schedule.rows:
+        for position, action in enumerate(row):
+            if action.kind is Kind.BACKWARD:
+                ahead[action.stage] = position
+                break
+    return tuple(ahead) if len(set(ahead)) > 1 else (1,) * problem.n_stages
+
+
+def _waits(problem: Problem, forwards: list[int]) -> tuple[tuple[float, ...], ...]:
+    """By stage, by edge: `forwards` forwards and m - 1 backwards of all atoms before it."""
+    later = problem.schedule.n_microbatches - 1
+    blocks, edges = problem.chain.blocks, problem.edges
+    forward = [0.0, *accumulate(block.forward_ms for block in blocks)]
+    backward = [0.0, *accumulate(block.backward_ms for block in blocks)]
+    waits = {}
+    keys = [
+        (count + min(later, sum(again)), later)
+        for count, again in zip(forwards, problem.recompute, strict=True)
+    ]
+    for f, b in dict.fromkeys(keys):
+        waits[f, b] = tuple(f * forward[edge] + b * backward[edge] for edge in edges)
+    return tuple(waits[key] for key in keys)
+
+
+def _crossings(problem: Problem) -> tuple[list[int], tuple[float, ...]]:
+    """By edge: the bytes that cross a cut there, and their round trip in ms."""
+    chain, edges = problem.chain, problem.edges
+    forward, backward = [0] * len(edges), [0] * len(edges)
+    for value in chain.values:
+        readers = [k for k in value.consumers if k < len(chain.blocks)]
+        if value.producer < 0 or not readers:
+            continue
+        first = bisect_left(edges, value.producer + 1)
+        for e in range(first, bisect_left(edges, max(readers) + 1)):
+            forward[e] += value.bytes
+            backward[e] += value.bytes if value.gradient else 0
+    trips = tuple(
+        sum(problem.link.transfer_ms(size) for size in sizes if size)
+        for sizes in zip(forward, backward, strict=True)
+    )
+    return forward, trips
+
+
+def _sweep(line: _Line, first_start: list[list[int]]) -> list[tuple[int, ...]]:
+    """Edges of the stages for rising limits, best rank first; none if nothing fits."""
+    loosest = _least_communication(line, first_start, inf)
+    if loosest is None:
+        return []
+    low, high = 0.0, line.slowest(loosest)
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        found = _least_communication(line, first_start, middle)
+        if found is None:
+            low = middle
+        else:
+            high = line.slowest(found)
+    rank = {loosest: line.slowest(loosest) + line.trip(loosest)}
+    limit = high
+    for _ in range(_LIMITS):
+        found = _least_communication(line, first_start, limit * (1 + 1e-9))
+        if found is not None:
+            rank[found] = line.slowest(found) + line.trip(found)
+        limit *= _GROWTH
+        if limit + line.trip(loosest) > min(rank.values()) * _GROWTH:
+            break
+    return sorted(rank, key=lambda path: (rank[path], path))
+
+
+def _least_communication(
+    line: _Line, first_start: list[list[int]], limit_ms: float
+) -> tuple[int, ...] | None:
+    """Edges of the stages, first and last included, no stage's wait over `limit_ms`."""
+    n, atoms = len(first_start), len(line.crossing_ms) - 1
+    cost = [0.0] + [inf] * atoms
+    came_from: list[list[int]] = []
+    for j, (starts, wait) in enumerate(zip(first_start, line.wait_ms, strict=True)):
+        after = [inf] * (atoms + 1)
+        origin = [0] * (atoms + 1)
+        window: deque[int] = deque()
+        low = 0
+        new = j
+        # Every stage before and after this one has an atom at least.
+        for end in range(j + 1, atoms - (n - j - 1) + 1):
+            while new < end:
+                while window and cost[window[-1]] >= cost[new]:
+                    window.pop()
+                if cost[new] < inf:
+                    window.append(new)
+                new += 1
+            low = max(low, starts[end])
+            while low < end and wait[end] - wait[low] > limit_ms:
+                low += 1
+            while window and window[0] < low:
+                window.popleft()
+            if window:
+                origin[end] = window[0]
+                after[end] = cost[window[0]] + (line.crossing_ms[end] if end < atoms else 0.0)
+        cost = after
+        came_from.append(origin)
+    if cost[atoms] == inf:
+        return None
+    path = [atoms]
+    for origin in reversed(came_from):
+        path.append(origin[path[-1]])
+    return tuple(reversed(path))
+
+
+def _first_starts(
+    problem: Problem, received: list[int], pairs: tuple[tuple[int, int], ...], capacity_bytes: int
+) -> list[int]:
+    """For each edge as a stage's end: the first start from which the stage fits its device.
+
+    A guess on the safe side of what `held_sets` knows: one more message than micro-batches in
+    flight may wait at the door.
+    """
+    edges, blocks = problem.edges, problem.chain.blocks
+    uses = Counter[tuple[str, str]]()
+    held = {"saved": 0, "parameters": 0, "buffers": 0}
+    starts = [0] * len(edges)
+    start = 0
+
+    def move(atom: int, step: int) -> None:
+        for block in blocks[edges[atom] : edges[atom + 1]]:
+            for kind in held:
+                for name, size in getattr(block, kind):
+                    uses[kind, name] += step
+                    if uses[kind, name] == (1 if step > 0 else 0):
+                        held[kind] += step * size
+
+    for end in range(1, len(edges)):
+        move(end - 1, 1)
+        while start < end:
+            workspace = max(block.workspace_bytes for block in blocks[edges[start] : edges[end]])
+            need = 2 * held["parameters"] + held["buffers"] + workspace
+            need += max(
+                saved * held["saved"] + (in_flight + 1) * received[start]
+                for saved, in_flight in pairs
+            )
+            if need <= capacity_bytes:
+                break
+            move(start, -1)
+            start += 1
+        starts[end] = start
+    return starts
+
+
+def _descend(score: Scorer, cuts: Cuts, last: int) -> Cuts:
+    """Move cuts for as long as the simulator likes it and fewer than `last` are simulated.
+
+    One cut by some places first, then neighbouring cuts together by one.
+    """
+    edges = score.problem.edges
+    path = [0, *(edges.index(cut) for cut in cuts), len(edges) - 1]
+    best = score(cuts)
+    inner = range(1, len(path) - 1)
+    moves = [(j, j + 1, sign * size) for j in inner for size in _MOVES for sign in (1, -1)]
+    moves += [(j, k + 1, sign) for j in inner for k in inner if j < k for sign in (1, -1)]
+    improved = True
+    while improved:
+        improved = False
+        for begin, end, step in moves:
+            moved = [e + step if begin <= j < end else e for j, e in enumerate(path)]
+            if not (moved[begin - 1] < moved[begin] and moved[end - 1] < moved[end]):
+                continue
+            if len(score.estimates) >= last:
+                return best[2]
+            found = score(tuple(edges[e] for e in moved[1:-1]))
+            if found < best:
+                best, path, improved = found, moved, True
+    return best[2]
