@@ -27,13 +27,13 @@ class Net(nn.Module):
         self.last = nn.Linear(8, 2)
 
     def forward(self, x):
-        print("the model speaks")
         y = F.relu(self.norm(self.first(x)))
         z = F.relu(self.second(y))
         return self.last(y + z)
 
 
 def build():
+    print("the model speaks")
     return Net()
 
 
@@ -149,21 +149,21 @@ def test_inputs_that_do_not_fit_the_model():
     target = write(MODEL.replace("torch.randn(batch, 4)", "torch.randn(batch, 5)"))
     message = refused("compile", target, "--devices", 2, "-o", "out")
     assert "net.py" in message
-    assert "line 16" in message
+    assert "line 15" in message
     assert not Path("out").exists()
 
 
 def test_arguments_that_forward_does_not_take():
     target = write(MODEL.replace("(torch.randn(batch, 4),)", "{'y': torch.randn(batch, 4)}"))
     message = refused("compile", target, "--devices", 2, "-o", "out")
-    assert "'y'" in message
+    assert "forward(x)" in message
 
 
 def test_branch_on_data_names_the_line():
     target = write(MODEL.replace("z = F.relu(self", "z = y if y.sum() > 0 else F.relu(self"))
     message = refused("compile", target, "--devices", 2, "-o", "out")
     assert "net.py" in message
-    assert "line 17" in message
+    assert "line 16" in message
     assert not Path("out").exists()
 
 

@@ -72,7 +72,7 @@ MANIFEST = Manifest(
     estimate=EstimateSpec(step_ms=123.4, bubble=0.25, peak_bytes=(3 * 2**30, 2**20, 100)),
     solver="dp",
     gap=0.01,
-    checked="outputs and gradients equal the model's",
+    checked="train and eval",
     profile="measured on a CPU",
     files={},
 )
@@ -102,7 +102,7 @@ def test_package_fits_into_100_columns():
     embed.weight is shared by stages 0, 2: its gradients are added up
 
     predicted step 123 ms, bubble 25%; solver dp, gap 1.0%
-    times: measured on a CPU; numbers: outputs and gradients equal the model's
+    times measured on a CPU; graph equal to the model in train and eval
     forward, backward and bytes are of one micro-batch; peak memory is the device's over a step
     """)
 
