@@ -138,7 +138,8 @@ def _step(manifest: Manifest) -> str:
     return (
         f"[bold]predicted step {ms_text(estimate.step_ms)}, bubble {estimate.bubble:.0%}[/bold]; "
         f"solver {manifest.solver}{gap}\n"
-        f"times {escape(manifest.profile)}; graph equal to the model in {escape(manifest.checked)}\n"
+        f"times {escape(manifest.profile)}; "
+        f"graph equal to the model in {escape(manifest.checked)}\n"
         "[dim]forward, backward and bytes are of one micro-batch; peak memory is the device's "
         "over a step[/dim]"
     )
