@@ -140,9 +140,16 @@ def inspect_command(out: Out, as_json: Json = False) -> None:
     """Show the stages, values and predictions of a package."""
     with _answering(as_json) as answer:
         from fxpipe import report
-        from fxpipe.runtime import read_package
+        from fxpipe.errors import PackageError
+        from fxpipe.runtime.manifest import Manifest
 
-        manifest = read_package(out)
+        plan = out / "plan.json"
+        if not plan.is_file():
+            raise PackageError(
+                f"{out} is no package: there is no plan.json in it. Give the folder that "
+                "`fxpipe compile -o` wrote"
+            )
+        manifest = Manifest.from_json(plan.read_text(encoding="utf-8"))
         answer(report.package_json(manifest), report.package_table(manifest))
 
 

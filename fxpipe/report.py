@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from fxpipe.runtime.manifest import Manifest, StageSpec, TensorSpec
+from fxpipe.runtime.manifest import Manifest, StageSpec
 
 if TYPE_CHECKING:
     from fxpipe.compiler import Package
@@ -240,18 +240,23 @@ def _rows(manifest: Manifest) -> int:
 
 
 def _count(manifest: Manifest, stage: StageSpec) -> int:
-    specs: dict[str, TensorSpec] = {state.name: state.spec for state in manifest.state}
-    return sum(math.prod(specs[name].sizes(1)) for name in stage.parameters)
+    """Numbers in the stage's parameters, a tied one counted once."""
+    specs = {state.name: state.spec for state in manifest.state}
+    return sum(math.prod(specs[name].sizes(1)) for name in _first_names(manifest, stage))
 
 
 def _shared(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     """Stages of each parameter that more than one holds."""
-    alias_of = {state.name: state.alias_of or state.name for state in manifest.state}
     stages: dict[str, list[int]] = {}
     for j, stage in enumerate(manifest.stages):
-        for name in dict.fromkeys(alias_of.get(name, name) for name in stage.parameters):
+        for name in _first_names(manifest, stage):
             stages.setdefault(name, []).append(j)
     return {name: tuple(js) for name, js in stages.items() if len(js) > 1}
+
+
+def _first_names(manifest: Manifest, stage: StageSpec) -> Sequence[str]:
+    alias_of = {state.name: state.alias_of or state.name for state in manifest.state}
+    return list(dict.fromkeys(alias_of.get(name, name) for name in stage.parameters))
 
 
 def _plural(n: int, noun: str, ending: str = "s") -> str:
