@@ -1,0 +1,171 @@
+"""Linearization: the graph as a chain of blocks, and what crosses each place between them.
+
+A block is what no cut may divide: a value that is written in place and all that touches it before,
+a tuple and those who unpack it, a region under `no_grad` or autocast.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import networkx as nx
+import torch
+from torch import Tensor, fx
+
+from fxpipe.errors import CaptureError
+from fxpipe.ir import Block, Capture, Chain, Profile, Value
+
+
+def linearize(capture: Capture, profile: Profile) -> Chain:
+    """Group ops into blocks, order them as near to the program as their needs allow.
+
+    Raises CaptureError if the model has no ops to place.
+    """
+    if not capture.ops:
+        raise CaptureError(f"{capture.model_name}.forward computes nothing that could be pipelined")
+    groups = [sorted(group) for group in _inseparable(capture).to_sets()]
+    place = {name: k for k, name in enumerate(capture.ops)}
+    return _chain(capture, profile, _ordered(_needs(capture), groups, place))
+
+
+def _needs(capture: Capture) -> "nx.DiGraph[str]":
+    """Ops as nodes, with an edge where one must come before another.
+
+    Edges are values, the order of reads and writes of one storage, and of random numbers.
+    """
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    graph.add_nodes_from(capture.ops)
+    for node in _nodes(capture):
+        for used in node.all_input_nodes:
+            if used.name in capture.ops:
+                graph.add_edge(used.name, node.name)
+    for touching in _touching(capture).values():
+        for earlier, later in pairwise(touching):
+            graph.add_edge(earlier, later)
+    random = [name for name, op in capture.ops.items() if op.random]
+    graph.add_edges_from(pairwise(random))
+    return graph
+
+
+def _nodes(capture: Capture) -> list[fx.Node]:
+    return [node for node in capture.graph.nodes if node.name in capture.ops]
+
+
+def _touching(capture: Capture) -> dict[str, list[str]]:
+    """For each storage that some op writes: the ops that read or write it, in program order."""
+    written = {storage for op in capture.ops.values() for storage in op.mutates}
+    touching: dict[str, list[str]] = {storage: [] for storage in written}
+    for node in _nodes(capture):
+        op = capture.ops[node.name]
+        storages = {op.storage, *op.mutates, *(_storage(capture, n) for n in node.all_input_nodes)}
+        if node.op == "call_module":
+            storages.update(_state_of_call(capture, node))
+        for storage in storages & written:
+            touching[storage].append(node.name)
+    return touching
+
+
+def _storage(capture: Capture, node: fx.Node) -> str:
+    if node.name in capture.ops:
+        return capture.ops[node.name].storage
+    name = str(node.target)
+    return capture.aliases.get(name, name)
+
+
+def _state_of_call(capture: Capture, node: fx.Node) -> Iterable[str]:
+    """First names of the parameters and buffers of the module that `node` calls."""
+    module = capture.modules[str(node.target)]
+    for name in [*dict(module.named_parameters()), *dict(module.named_buffers())]:
+        full = f"{node.target}.{name}"
+        yield capture.aliases.get(full, full)
+
+
+def _inseparable(capture: Capture) -> "nx.utils.UnionFind[str]":
+    together: nx.utils.UnionFind[str] = nx.utils.UnionFind(capture.ops)
+    for node in _nodes(capture):
+        if not isinstance(node.meta.get("val"), Tensor):
+            together.union(node.name, *(u.name for u in node.users if u.name in capture.ops))
+    for storage, touching in _touching(capture).items():
+        if storage in capture.ops:  # once written for the last time, anyone may read it
+            writes = [k for k, name in enumerate(touching) if storage in capture.ops[name].mutates]
+            touching = touching[: writes[-1] + 1]
+        together.union(*touching)
+    for region in _regions(_nodes(capture)):
+        together.union(*(node.name for node in region))
+    return together
+
+
+def _regions(nodes: Sequence[fx.Node]) -> Iterable[Sequence[fx.Node]]:
+    """Runs of ops under another grad mode, and under autocast, with the ops that open and close."""
+    opened: int | None = None
+    for place, node in enumerate(nodes):
+        if node.target is torch._C._set_grad_enabled:
+            if opened is None:
+                opened = place
+            elif node.args[0] is not nodes[opened].args[0]:
+                yield nodes[opened : place + 1]
+                opened = None
+        if node.target is torch.amp.autocast_mode._exit_autocast:
+            yield nodes[nodes.index(node.all_input_nodes[0]) : place + 1]
+
+
+def _ordered(
+    needs: "nx.DiGraph[str]", groups: Sequence[Sequence[str]], place: Mapping[str, int]
+) -> list[list[str]]:
+    """Groups in an order that respects all needs; those that need each other become one."""
+    group_of = {name: k for k, group in enumerate(groups) for name in group}
+    between: nx.DiGraph[int] = nx.DiGraph()
+    between.add_nodes_from(range(len(groups)))
+    between.add_edges_from((group_of[a], group_of[b]) for a, b in needs.edges)
+    merged = nx.condensation(between)
+    merged.remove_edges_from(list(nx.selfloop_edges(merged)))
+    blocks = {
+        k: sorted((name for g in members for name in groups[g]), key=lambda name: place[name])
+        for k, members in merged.nodes(data="members")
+    }
+    order = nx.lexicographical_topological_sort(merged, key=lambda k: place[blocks[k][0]])
+    return [blocks[k] for k in order]
+
+
+def _chain(capture: Capture, profile: Profile, blocks: Sequence[Sequence[str]]) -> Chain:
+    nodes = {node.name: node for node in capture.graph.nodes}
+    block_of = {name: k for k, block in enumerate(blocks) for name in block}
+    block_of.update((given.name, -1) for given in capture.inputs)
+    readers: dict[str, set[int]] = {}
+    for name, k in block_of.items():
+        for used in nodes[name].all_input_nodes:
+            readers.setdefault(used.name, set()).add(k)
+    for name in capture.outputs:
+        readers.setdefault(name, set()).add(len(blocks))
+    values = []
+    for name, producer in block_of.items():
+        consumers = tuple(sorted(readers.get(name, set()) - {producer}))
+        if consumers and name in capture.specs:
+            spec = capture.specs[name]
+            n_bytes = spec.bytes(profile.batch)
+            values.append(Value(name, n_bytes, producer, consumers, spec.requires_grad))
+    return Chain(
+        blocks=tuple(_block(capture, profile, [nodes[name] for name in block]) for block in blocks),
+        values=tuple(values),
+        cuttable=(True,) * len(blocks),
+    )
+
+
+def _block(capture: Capture, profile: Profile, nodes: Sequence[fx.Node]) -> Block:
+    costs = [profile.costs[node.name] for node in nodes]
+    state: dict[str, Tensor] = {}
+    for node in nodes:
+        names = [_storage(capture, used) for used in node.all_input_nodes if used.op == "get_attr"]
+        if node.op == "call_module":
+            names += _state_of_call(capture, node)
+        state.update((name, capture.state[name]) for name in names if name in capture.state)
+    parameters = {name: t.nbytes for name, t in state.items() if isinstance(t, torch.nn.Parameter)}
+    buffers = {name: t.nbytes for name, t in state.items() if name not in parameters}
+    return Block(
+        ops=tuple(node.name for node in nodes),
+        forward_ms=sum(cost.forward_ms for cost in costs),
+        backward_ms=sum(cost.backward_ms for cost in costs),
+        saved=tuple({name: size for cost in costs for name, size in cost.saved}.items()),
+        parameters=tuple(parameters.items()),
+        buffers=tuple(buffers.items()),
+        workspace_bytes=max(cost.workspace_bytes for cost in costs),
+    )
