@@ -121,11 +121,6 @@ def verification(*differences: Difference) -> str:
     return shown(report.verification_table(result))
 
 
-def verification(*differences: Difference) -> str:
-    result = Verification("float64", 8, 4, 1e-10, differences)
-    return shown(report.verification_table(result))
-
-
 def test_verification_names_the_worst():
     near = Difference("gradients", 3, 1e-13, 2e-14, "a.weight")
     gone = Difference("buffers", 2, 0.5, 0.25, "b", missing=("c.bias",))
