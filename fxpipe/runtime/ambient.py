@@ -1,0 +1,61 @@
+"""The settings of torch that belong to a thread, taken to another one: grad mode and autocast."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """Autocast on one kind of device."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Ambient:
+    """What the caller's thread has switched on, for the threads that work for it."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[Autocast, ...]
+    autocast_cache: bool
+
+    @classmethod
+    def capture(cls) -> "Ambient":
+        """The settings of this thread."""
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple(
+                Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in kinds
+            ),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run a block under these settings."""
+        with (
+            torch.inference_mode(self.inference),
+            torch.set_grad_enabled(self.grad),
+            self.autocasting(self.autocast_cache),
+        ):
+            yield
+
+    @contextmanager
+    def autocasting(self, cache: bool) -> Iterator[None]:
+        """Run a block under the autocast settings alone; `cache` keeps casts of parameters."""
+        with ExitStack() as stack:
+            for each in self.autocast:
+                if each.enabled or torch.is_autocast_enabled(each.device_type):
+                    stack.enter_context(
+                        torch.autocast(each.device_type, each.dtype, each.enabled, cache)
+                    )
+            yield

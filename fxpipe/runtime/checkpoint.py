@@ -1,0 +1,182 @@
+"""Recomputation: a stage's forward without a graph, and again, with one, when backward needs it.
+
+After torchgpipe (section 3.3): `Checkpoint` stands where the stage's graph would, `Recompute`
+beside it, so that backward runs the forward again before the stage's gradients are asked for.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fxpipe.errors import StageError
+from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.dependency import fork, join
+from fxpipe.runtime.random import RandomStream
+from fxpipe.runtime.stage import Stage, swapped
+
+
+def recomputes(stage: Stage, microbatch: int, n_microbatches: int) -> bool:
+    """Whether the stage's checkpoint mode recomputes this micro-batch."""
+    mode = stage.spec.checkpoint
+    return mode == "always" or (mode == "except_last" and microbatch < n_microbatches - 1)
+
+
+class Replay:
+    """A stage's forward on one micro-batch and what it takes to run it again with equal results.
+
+    That is, besides the inputs: the random numbers it began with, autocast, and the buffers that
+    it writes, as they were.
+    """
+
+    def __init__(self, stage: Stage, action: str, random: RandomStream | None) -> None:
+        self._stage = stage
+        self._action = action
+        self._random = random
+        self._ambient = Ambient.capture()
+        buffers = dict(stage.module.named_buffers(remove_duplicate=False))
+        self._buffers = {name: buffers[name].clone() for name in stage.spec.mutated_buffers}
+
+    def first(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], RandomStream | None]:
+        """The outputs, without a graph. Raises StageError."""
+        versions = [_version(tensor) for tensor in inputs]
+        # A cast of a parameter cached without grad would serve later micro-batches without grad.
+        with torch.no_grad(), self._ambient.autocasting(cache=False):
+            outputs, end = self._stage.at(
+                self._action, lambda: self._stage.forward(inputs, self._random)
+            )
+        for port, tensor, version in zip(self._stage.spec.inputs, inputs, versions, strict=True):
+            if _version(tensor) != version:
+                raise StageError(
+                    f"stage {self._stage.index} writes its input {port.parameter!r} in place, so "
+                    f"it can't be computed again: make that op not in-place in "
+                    f"{self._stage.spec.file}, or set the stage's checkpoint to never in plan.json"
+                )
+        return [output.detach() for output in outputs], end
+
+    def again(
+        self, inputs: Sequence[Tensor], bound: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, ...]:
+        """The outputs with their graph; `bound` stand in for tied parameters."""
+        stage = self._stage
+        # The live buffers hold later micro-batches' values and must not count this one twice.
+        buffers = {name: value.clone() for name, value in self._buffers.items()}
+        with (
+            torch.enable_grad(),
+            self._ambient.autocasting(self._ambient.autocast_cache),
+            swapped(stage.module, "_buffers", buffers),
+            swapped(stage.module, "_parameters", bound or {}),
+        ):
+            outputs, _ = stage.at(
+                f"the recomputation of {self._action}", lambda: stage.forward(inputs, self._random)
+            )
+        return outputs
+
+
+class _Pass:
+    """What Checkpoint and Recompute share of one micro-batch on one stage."""
+
+    def __init__(
+        self, replay: Replay, n_inputs: int, parameters: Sequence[str], bound: frozenset[str]
+    ) -> None:
+        self.replay = replay
+        self.random: RandomStream | None = None
+        self._n_inputs = n_inputs
+        self._parameters = parameters
+        self._bound = bound
+        self._recomputed: tuple[list[Tensor], tuple[Tensor, ...]] | None = None
+
+    def recompute(self, tensors: Sequence[Tensor]) -> None:
+        """Compute the outputs from `tensors`, which are the inputs and then the parameters."""
+        inputs = [_leaf(tensor) for tensor in tensors[: self._n_inputs]]
+        named = dict(zip(self._parameters, tensors[self._n_inputs :], strict=True))
+        # A tied parameter's stand-in has a history of its own; a leaf in its place ends the graph.
+        bound = {name: _leaf(named[name]) for name in self._bound}
+        outputs = self.replay.again(inputs, bound)
+        self._recomputed = [*inputs, *(named | bound).values()], outputs
+
+    def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of inputs and parameters from those of the outputs."""
+        assert self._recomputed is not None
+        leaves, outputs = self._recomputed
+        self._recomputed = None
+        roots = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if grad is not None and output.requires_grad
+        ]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        if not roots or not wanted:
+            return [None] * len(leaves)
+        found = iter(
+            torch.autograd.grad(
+                [output for output, _ in roots],
+                wanted,
+                [grad for _, grad in roots],
+                allow_unused=True,
+            )
+        )
+        return [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+
+def checkpointed(
+    replay: Replay,
+    inputs: Sequence[Tensor],
+    parameters: Mapping[str, Tensor],
+    bound: frozenset[str],
+) -> tuple[list[Tensor], RandomStream | None]:
+    """The stage's outputs, which will be computed again in backward.
+
+    `parameters` are those that the stage's gradient goes to; `bound` names those of them that
+    stand in for a tied parameter of another device.
+    """
+    shared = _Pass(replay, len(inputs), tuple(parameters), bound)
+    tensors = (*inputs, *parameters.values())
+    outputs: Sequence[Tensor] = Checkpoint.apply(shared, *tensors)  # type: ignore[no-untyped-call]
+    outputs, phony = fork(outputs)
+    if phony is not None:
+        outputs = join(outputs, Recompute.apply(phony, shared, *tensors))  # type: ignore[no-untyped-call]
+    return list(outputs), shared.random
+
+
+class Checkpoint(torch.autograd.Function):
+    """The stage's forward without a graph; in backward, the gradients of the recomputed one."""
+
+    @staticmethod
+    def forward(ctx: Any, shared: _Pass, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+        ctx.set_materialize_grads(False)
+        ctx.shared = shared
+        outputs, shared.random = shared.replay.first(tensors[: shared._n_inputs])
+        ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
+        return None, *ctx.shared.gradients(grads)
+
+
+class Recompute(torch.autograd.Function):
+    """Nothing in forward; in backward, before Checkpoint's turn, the forward with its graph."""
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, shared: _Pass, *tensors: Tensor) -> Tensor:  # noqa: D102
+        ctx.set_materialize_grads(False)
+        ctx.shared = shared
+        ctx.save_for_backward(*tensors)
+        return phony.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: None) -> tuple[None, ...]:  # noqa: D102
+        ctx.shared.recompute(ctx.saved_tensors)
+        return None, None, *(None for _ in ctx.saved_tensors)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

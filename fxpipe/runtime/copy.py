@@ -1,0 +1,111 @@
+"""Values from one device to another, over copy streams that leave the compute streams free.
+
+After torchgpipe (section 3.2). Between lanes of one device nothing is copied: `send` and `receive`
+then hand on the very tensor.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.runtime import stream
+from fxpipe.runtime.stream import Stream
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """One end of a link: a device, the stream it computes on and the one it copies on."""
+
+    device: torch.device
+    compute: Stream
+    copy: Stream
+
+
+class Links:
+    """The ends of one call: per lane, and per micro-batch a copy stream of its own."""
+
+    def __init__(self, devices: Sequence[torch.device], copies: Sequence[Sequence[Stream]]) -> None:
+        self._ends = [
+            [End(device, stream.current_stream(device), copy) for copy in lane_copies]
+            for device, lane_copies in zip(devices, copies, strict=True)
+        ]
+
+    def send(self, tensor: Tensor, source: int, target: int, microbatch: int) -> Tensor:
+        """Start the way of `tensor` from lane to lane; called on the source's lane."""
+        return _send(tensor, self._ends[source][microbatch], self._ends[target][microbatch])
+
+    def receive(self, tensor: Tensor, source: int, target: int, microbatch: int) -> Tensor:
+        """End the way of what `send` gave; called on the target's lane."""
+        return _receive(tensor, self._ends[source][microbatch], self._ends[target][microbatch])
+
+
+def new_copy_streams(devices: Sequence[torch.device], n_microbatches: int) -> list[list[Stream]]:
+    """A copy stream per lane and micro-batch."""
+    return [[stream.new_stream(device) for _ in range(n_microbatches)] for device in devices]
+
+
+def _send(tensor: Tensor, source: End, target: End) -> Tensor:
+    if source.device == target.device:
+        return tensor
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        _wait(tensor, source.copy, source.compute)
+        return _copy(tensor, source, target)
+    waited: Tensor = Wait.apply(source.copy, source.compute, tensor)  # type: ignore[no-untyped-call]
+    return Copy.apply(source, target, waited)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _receive(tensor: Tensor, source: End, target: End) -> Tensor:
+    if source.device == target.device:
+        return tensor
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        _wait(tensor, target.compute, target.copy)
+        return tensor
+    return Wait.apply(target.compute, target.copy, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _wait(tensor: Tensor, waiting: Stream, awaited: Stream) -> None:
+    stream.wait_stream(waiting, awaited)
+    stream.record_stream(tensor, waiting)
+
+
+def _copy(tensor: Tensor, source: End, target: End) -> Tensor:
+    # Between a CUDA device and the CPU nothing would wait for an asynchronous copy.
+    same_kind = source.device.type == target.device.type
+    with stream.use_streams([source.copy, target.copy]):
+        copied = tensor.to(target.device, non_blocking=same_kind)
+    stream.record_stream(tensor, source.copy)
+    stream.record_stream(copied, target.copy)
+    return copied
+
+
+class Wait(torch.autograd.Function):
+    """`waiting` follows `awaited` in forward, the other way round in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, waiting: Stream, awaited: Stream, tensor: Tensor) -> Tensor:  # noqa: D102
+        ctx.streams = waiting, awaited
+        _wait(tensor, waiting, awaited)
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:  # noqa: D102
+        waiting, awaited = ctx.streams
+        _wait(grad, awaited, waiting)
+        return None, None, grad
+
+
+class Copy(torch.autograd.Function):
+    """Copy on the copy streams of both ends; the gradient goes back on them."""
+
+    @staticmethod
+    def forward(ctx: Any, source: End, target: End, tensor: Tensor) -> Tensor:  # noqa: D102
+        ctx.ends = source, target
+        return _copy(tensor, source, target)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:  # noqa: D102
+        source, target = ctx.ends
+        return None, None, _copy(grad, target, source)

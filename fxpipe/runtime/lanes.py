@@ -1,0 +1,115 @@
+"""One worker thread per device, started on first use and kept until the pipeline goes."""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import torch
+
+from fxpipe.runtime import stream
+from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.mailbox import StoppedError
+from fxpipe.runtime.stream import Stream
+
+Job = Callable[[], None]
+_Queue = SimpleQueue[Job | None]
+
+
+class Lanes:
+    """The worker threads of one pipeline, one per device."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = tuple(devices)
+        self._queues: tuple[_Queue, ...] = tuple(SimpleQueue() for _ in devices)
+        # The threads know only their queues: the pipeline can be collected while they idle.
+        for index, queue in enumerate(self._queues):
+            threading.Thread(
+                target=_work, args=(queue,), name=f"fxpipe lane {index}", daemon=True
+            ).start()
+        weakref.finalize(self, _end, self._queues)
+
+    def run(self, jobs: Sequence[Job], stop: Callable[[], None]) -> None:
+        """Run one job on each lane, under the caller's grad mode, autocast and streams.
+
+        If one fails, or the caller is interrupted, `stop` must make the others end soon. Then the
+        first failure is raised here, after all have ended.
+        """
+        ambient = Ambient.capture()
+        threads_before = torch.get_num_threads()
+        n_threads = stream.threads_per_lane(self._devices)
+        # A lane computes on the caller's current stream: what the caller launched before comes
+        # before, what it launches afterwards after.
+        streams = [stream.current_stream(device) for device in self._devices]
+        results: SimpleQueue[BaseException | None] = SimpleQueue()
+        for index, (queue, job) in enumerate(zip(self._queues, jobs, strict=True)):
+            own_first = [streams[index], *streams]
+            queue.put(_Assignment(job, ambient, n_threads, own_first, results))
+        running = len(jobs)
+        failure: BaseException | None = None
+        try:
+            while running:
+                error = results.get()
+                running -= 1
+                if failure is None or isinstance(failure, StoppedError):
+                    failure = error or failure
+                if error is not None:
+                    stop()
+        except BaseException:
+            stop()
+            for _ in range(running):
+                results.get()
+            raise
+        finally:
+            torch.set_num_threads(threads_before)
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                # The traceback holds this frame, and through it the step's tensors.
+                del failure, error
+
+
+class _Assignment:
+    """A job with the settings it runs under."""
+
+    def __init__(
+        self,
+        job: Job,
+        ambient: Ambient,
+        n_threads: int,
+        streams: Sequence[Stream],
+        results: "SimpleQueue[BaseException | None]",
+    ) -> None:
+        self._job = job
+        self._ambient = ambient
+        self._n_threads = n_threads
+        self._streams = streams
+        self._results = results
+
+    def __call__(self) -> None:
+        try:
+            stream.use_threads(self._n_threads)
+            with self._ambient.entered(), stream.use_streams(self._streams):
+                self._job()
+        except BaseException as error:
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        results = self._results
+        # The caller may go on the moment it hears of the end: leave no tensor behind before.
+        del self._job, self._streams
+        results.put(error)
+
+
+def _work(queue: _Queue) -> None:
+    while (job := queue.get()) is not None:
+        job()
+        del job
+
+
+def _end(queues: Sequence[_Queue]) -> None:
+    for queue in queues:
+        queue.put(None)

@@ -1,0 +1,46 @@
+"""What a lane waits for: values and gradients, in whatever order other lanes finish them."""
+
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+Key = TypeVar("Key")
+
+
+class StoppedError(Exception):
+    """Another lane failed, or the caller gave up: what was waited for will not come."""
+
+
+class Mailbox(Generic[Key]):
+    """Deliveries to one lane. Any thread puts; only the lane's own takes."""
+
+    __slots__ = ("_arrived", "_queue", "_stopped")
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Key, Any] | None] = SimpleQueue()
+        self._arrived: dict[Key, Any] = {}
+        self._stopped = False
+
+    def put(self, key: Key, item: object) -> None:
+        """Deliver `item`; each key is delivered once before it is taken."""
+        self._queue.put((key, item))
+
+    def take(self, key: Key) -> Any:
+        """The item of `key`, which then belongs to the taker alone. Raises StoppedError."""
+        while key not in self._arrived:
+            message = self._queue.get()
+            if message is None:
+                raise StoppedError
+            self._arrived[message[0]] = message[1]
+            # Else this frame would hold the last message's tensors while it waits for the next.
+            del message
+        return self._arrived.pop(key)
+
+    def stop(self) -> None:
+        """Wake the lane with StoppedError at its next wait or `check`."""
+        self._stopped = True
+        self._queue.put(None)
+
+    def check(self) -> None:
+        """Raise StoppedError if the lane shall not begin anything more."""
+        if self._stopped:
+            raise StoppedError

@@ -1,0 +1,151 @@
+"""A batch cut into micro-batches, and their outputs put together again."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import InputError
+from fxpipe.runtime.manifest import InputSpec, Manifest, OutputSpec
+from fxpipe.runtime.structure import tensors_of
+
+
+def bind(manifest: Manifest, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor]:
+    """The tensors of a call in the order of `manifest.inputs`. Raises InputError."""
+    names = manifest.signature
+    if len(args) > len(names):
+        raise InputError(
+            f"{len(args)} positional inputs were given, {manifest.model}'s forward takes "
+            f"{len(names)}: {', '.join(names)}"
+        )
+    given = dict(zip(names, args, strict=False))
+    for name, value in kwargs.items():
+        if name in given:
+            raise InputError(f"{name!r} was given twice, by position and by name")
+        if name not in names:
+            raise InputError(
+                f"{manifest.model}'s forward takes no {name!r}; it takes {', '.join(names)}"
+            )
+        given[name] = value
+    compiled = manifest.input_structure["dict"]
+    for name in [name for name in given if name not in compiled]:
+        if given.pop(name) is not None:
+            raise InputError(
+                f"{name!r} was not given when the pipeline was compiled, with "
+                f"{', '.join(compiled)}: leave it out, or compile again with it"
+            )
+    for name, structure in compiled.items():
+        if name not in given and structure == {"constant": None}:
+            given[name] = None
+    missing = [name for name in compiled if name not in given]
+    if missing:
+        raise InputError(f"missing inputs: {', '.join(missing)}")
+    return tensors_of(manifest.input_structure, given)
+
+
+def rows_of(manifest: Manifest, tensors: Sequence[Tensor]) -> list[int]:
+    """The rows of each micro-batch: m sizes that differ by at most 1, larger first.
+
+    Checks shapes too. Without a batched input each micro-batch counts as one row. Raises
+    InputError that names every input that does not fit.
+    """
+    m = manifest.microbatches
+    pairs = list(zip(manifest.inputs, tensors, strict=True))
+    batches = {
+        spec.value: tensor.size(0) for spec, tensor in pairs if spec.batched and tensor.dim()
+    }
+    batch = next(iter(batches.values()), None)
+    broken = [message for spec, tensor in pairs if (message := _misfit(spec, tensor, batch))]
+    if len(set(batches.values())) > 1:
+        sizes = ", ".join(f"{name} has {size}" for name, size in batches.items())
+        broken.append(f"batched inputs must have equally many rows: {sizes}")
+    if batch is not None and batch < m:
+        broken.append(
+            f"a batch of {batch} rows can't be cut into {m} micro-batches: give at least {m} rows, "
+            f"or compile with --microbatches {max(batch, 1)}"
+        )
+    if broken:
+        raise InputError("\n".join(broken))
+    if batch is None:
+        return [1] * m
+    return [batch // m + (i < batch % m) for i in range(m)]
+
+
+def scatter(
+    manifest: Manifest, tensors: Sequence[Tensor], rows: Sequence[int]
+) -> list[dict[str, Tensor]]:
+    """For each micro-batch its piece of each input, by value name."""
+    pieces: list[dict[str, Tensor]] = [{} for _ in rows]
+    for spec, tensor in zip(manifest.inputs, tensors, strict=True):
+        cut = tensor.split(list(rows)) if spec.batched else [tensor] * len(rows)  # type: ignore[no-untyped-call]
+        for piece, part in zip(pieces, cut, strict=True):
+            piece[spec.value] = part
+    return pieces
+
+
+def gather(output: OutputSpec, pieces: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """The batch's output from the micro-batches'.
+
+    Concatenated along the dimension that grows with the batch; without one, a float is taken for
+    a mean over the micro-batch's rows, and of anything else the last one counts.
+    """
+    dim = _batch_dim(output)
+    if len(pieces) == 1:
+        return pieces[0]
+    if dim is not None:
+        return torch.cat(list(pieces), dim)
+    if not pieces[0].is_floating_point():
+        return pieces[-1]
+    total = pieces[0] * (rows[0] / sum(rows))
+    for piece, n in zip(pieces[1:], rows[1:], strict=True):
+        total = total + piece * (n / sum(rows))
+    return total
+
+
+def split_target(target: Any, rows: Sequence[int]) -> list[Any]:
+    """For each micro-batch its piece of a tensor, or tuple, list or dict of tensors.
+
+    Tensors with as many rows as the batch are cut; all else goes whole to each.
+    """
+
+    def piece(node: Any, start: int, end: int) -> Any:
+        def inner(child: Any) -> Any:
+            return piece(child, start, end)
+
+        if isinstance(node, Tensor):
+            return node[start:end] if node.dim() and node.size(0) == sum(rows) else node
+        return map_nested(inner, node)
+
+    starts = [sum(rows[:i]) for i in range(len(rows))]
+    return [piece(target, start, start + n) for start, n in zip(starts, rows, strict=True)]
+
+
+def map_nested(function: Callable[[Any], Any], node: Any) -> Any:
+    """`node` with `function` applied to the items of a tuple, list or dict; else as it is."""
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*map(function, node))
+    if isinstance(node, tuple | list):
+        return type(node)(map(function, node))
+    if isinstance(node, Mapping):
+        return {key: function(value) for key, value in node.items()}
+    return node
+
+
+def _batch_dim(output: OutputSpec) -> int | None:
+    grows = [dim for dim, size in enumerate(output.spec.shape) if "batch" in str(size)]
+    return next(iter(grows), None) if output.spec.batch_dim is None else output.spec.batch_dim
+
+
+def _misfit(spec: InputSpec, tensor: Tensor, batch: int | None) -> str | None:
+    expected = spec.spec.shape
+    sizes = expected if batch is None else spec.spec.sizes(batch)
+    first = 1 if spec.batched else 0
+    fits = tensor.dim() == len(expected) and all(
+        isinstance(want, str) or want == found
+        for want, found in zip(sizes[first:], tensor.shape[first:], strict=True)
+    )
+    if fits:
+        return None
+    shape = ", ".join(map(str, expected))
+    return f"input {spec.value!r} must have shape [{shape}], found {list(tensor.shape)}"

@@ -1,0 +1,191 @@
+"""The package at work: an `nn.Module` with the original's state, and a training step."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import DeviceError, InputError
+from fxpipe.runtime import microbatch, ties, weights
+from fxpipe.runtime.call import Call
+from fxpipe.runtime.clock import Clock
+from fxpipe.runtime.copy import Links, new_copy_streams
+from fxpipe.runtime.lanes import Lanes
+from fxpipe.runtime.manifest import Manifest
+from fxpipe.runtime.portal import CALLER, Wire, Wires, source_of
+from fxpipe.runtime.stage import Stage
+from fxpipe.runtime.state import State
+from fxpipe.runtime.step import LossFn, Objective, Step
+from fxpipe.runtime.stream import Stream
+from fxpipe.runtime.structure import rebuild
+from fxpipe.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """What the first call makes: the lanes, and a copy stream per lane and micro-batch."""
+
+    lanes: Lanes
+    copies: Sequence[Sequence[Stream]]
+
+
+class Pipeline(nn.Module):
+    """A compiled model: call it like the original, or train it with `step`.
+
+    Parameters and buffers have the original's names and order; all attributes of its own are
+    private, since children are named by the user. A batch is cut into `manifest.microbatches`
+    micro-batches along dimension 0. Outputs are on the last stage's device.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        schedule: Schedule,
+        stages: Sequence[Stage],
+        devices: Sequence[torch.device],
+        buffers: Mapping[str, Tensor],
+    ) -> None:
+        super().__init__()
+        self._manifest = manifest
+        self._schedule = schedule
+        # A tuple, so that the stages' modules are not registered a second time.
+        self._stages = tuple(stages)
+        self._devices = tuple(devices)
+        self._wires = Wires.of(manifest)
+        self._outputs = [Wire(source_of(o.stage), o.value) for o in manifest.outputs]
+        self._workers: Workers | None = None
+        self._state = State(self, manifest.state, self._stages)
+        self._state.load_buffers(self, buffers)
+
+    @property
+    def manifest(self) -> Manifest:
+        """What is known of the package."""
+        return self._manifest
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices it runs on, one lane each."""
+        return self._devices
+
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        """The original model's output for a batch of at least m rows.
+
+        Each output is put together from the micro-batches': concatenated along its batch
+        dimension; without one, floats are averaged, weighted by rows, as is right for a mean loss,
+        and of others the last micro-batch's is given. Raises InputError, StageError.
+        """
+        inputs, rows, call = self._begin(args, kwargs)
+        with ties.copied(self._state.ties, self._state.parameters(self)) as copies:
+            clock = Clock(call, copies)
+            self._run([partial(clock.run_lane, lane) for lane in range(len(self._devices))], call)
+        given = zip(self._manifest.inputs, inputs, strict=True)
+        whole = {Wire(CALLER, spec.value): tensor for spec, tensor in given}
+        for wire, output in zip(self._outputs, self._manifest.outputs, strict=True):
+            if wire not in whole:
+                whole[wire] = microbatch.gather(output, clock.outputs(wire), rows)
+        return rebuild(self._manifest.output_structure, [whole[wire] for wire in self._outputs])
+
+    def step(self, *args: object, target: Any = None, loss_fn: LossFn, **kwargs: object) -> Tensor:
+        """Forward and backward of one training step, by the schedule table.
+
+        Each micro-batch's loss is `loss_fn(output, its piece of target)`: a mean over its rows, as
+        one number. It is weighted by its share of the rows, so that gradients, added to `.grad`,
+        are those of the mean over the batch. Tensors in `target` (nested in tuples, lists and
+        dicts) with as many rows as the batch are cut, others given whole; target and loss are on
+        the last stage's device. Inputs that require grad get theirs.
+
+        Returns the batch's loss, without a graph. Raises InputError and StageError; after one, the
+        gradients may hold a part of the step's.
+        """
+        if not torch.is_grad_enabled():
+            raise InputError("step computes gradients: call it outside of torch.no_grad()")
+        inputs, rows, call = self._begin(args, kwargs)
+        objective = Objective(
+            loss_fn,
+            microbatch.split_target(target, rows),
+            [n / sum(rows) for n in rows],
+            self._outputs,
+            self._manifest.output_structure,
+        )
+        step = Step(call, objective)
+        with ties.collected(self._state.ties, self._state.parameters(self)):
+            table = enumerate(self._schedule.rows)
+            self._run([partial(step.run_row, lane, row) for lane, row in table], call)
+        for spec, tensor in zip(self._manifest.inputs, inputs, strict=True):
+            gradient = step.input_gradient(spec, tensor, rows)
+            if gradient is not None:
+                torch.autograd.backward([tensor], [gradient])
+        return step.loss()
+
+    def train(self, mode: bool = True) -> "Pipeline":
+        """Switch between training and evaluation, the stages too."""
+        super().train(mode)
+        for stage in self._stages:
+            stage.module.train(mode)
+        return self
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the original model's weights; nothing is loaded unless all fit.
+
+        Raises WeightsError that names all missing, unexpected and wrongly shaped keys.
+        """
+        weights.check(self, state_dict, strict)
+        result = super().load_state_dict(state_dict, strict, assign)
+        self._state.bind(self)
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the worker threads, so that `copy.deepcopy` works."""
+        return self.__dict__ | {"_workers": None}
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{self._manifest.model} in {len(self._stages)} stages, "
+            f"{self._manifest.microbatches} micro-batches, {self._manifest.schedule}:",
+            *(f"  stage {s.index} on {s.device}: {s.spec.ops} ops" for s in self._stages),
+        ]
+        return "\n".join(lines)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Pipeline":
+        """Refuse to move; change dtypes of stages and tree alike."""
+        for device in set(self._devices):
+            try:
+                moved = fn(torch.empty(0, device=device)).device != device
+            except (AssertionError, RuntimeError) as error:
+                raise self._fixed(str(error)) from error
+            if moved:
+                raise self._fixed(f"stages are on {', '.join(map(str, self._devices))}")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._state.bind(self)
+        return self
+
+    def _fixed(self, reason: str) -> DeviceError:
+        return DeviceError(
+            f"a pipeline can't be moved as a whole ({reason}): load the package again with "
+            f"devices=..., {len(self._devices)} of them, and load_state_dict this one's weights"
+        )
+
+    def _begin(
+        self, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> tuple[list[Tensor], list[int], Call]:
+        """The call's tensors, its micro-batches' rows, and what its lanes share."""
+        inputs = microbatch.bind(self._manifest, args, kwargs)
+        rows = microbatch.rows_of(self._manifest, inputs)
+        if self._workers is None:
+            copies = new_copy_streams(self._devices, self._manifest.microbatches)
+            self._workers = Workers(Lanes(self._devices), copies)
+        links = Links(self._devices, self._workers.copies)
+        pieces = microbatch.scatter(self._manifest, inputs, rows)
+        return inputs, rows, Call(self._stages, self._wires, links, len(self._devices), pieces)
+
+    def _run(self, jobs: Sequence[Callable[[], None]], call: Call) -> None:
+        assert self._workers is not None
+        try:
+            self._workers.lanes.run(jobs, call.stop)
+        finally:
+            self._state.take_buffers(self)

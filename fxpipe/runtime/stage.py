@@ -1,0 +1,105 @@
+"""A stage at work: its module, its device, and its forward with the error that says where."""
+
+import linecache
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import FxpipeError, StageError
+from fxpipe.runtime.mailbox import StoppedError
+from fxpipe.runtime.manifest import StageSpec
+from fxpipe.runtime.random import RandomStream, drawing
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Stage `index` on lane `lane`, which is `device`; `path` is its file."""
+
+    index: int
+    spec: StageSpec
+    module: nn.Module
+    lane: int
+    device: torch.device
+    path: str
+
+    def forward(
+        self, inputs: Sequence[Tensor], random: RandomStream | None
+    ) -> tuple[tuple[Tensor, ...], RandomStream | None]:
+        """The outputs for `inputs`, and where its random numbers end. Raises StageError."""
+        drawn = drawing(random, self.device) if random is not None else nullcontext()
+        with drawn as mode:
+            returned = self.module(*inputs)
+        outputs = returned if isinstance(returned, tuple) else (returned,)
+        names = [output.value for output in self.spec.outputs]
+        if len(outputs) != len(names) or not all(isinstance(o, Tensor) for o in outputs):
+            raise StageError(
+                f"{self.spec.file} returned {_described(outputs)}, plan.json says {len(names)} "
+                f"tensors ({', '.join(names)}): return those, or compile again"
+            )
+        return outputs, random if mode is None else mode.end
+
+    def trainable(self, bound: frozenset[str]) -> dict[str, Tensor]:
+        """Its parameters by name, each once; those in `bound` under each of their names."""
+        once = dict(self.module.named_parameters())
+        every = dict(self.module.named_parameters(remove_duplicate=False))
+        return {name: tensor for name, tensor in every.items() if name in bound or name in once}
+
+    def at(self, action: str, call: Callable[[], T]) -> T:
+        """What `call` gives. An error becomes a StageError that says stage, action and line."""
+        try:
+            return call()
+        except (FxpipeError, StoppedError):
+            raise
+        except Exception as error:
+            raise StageError(
+                f"stage {self.index} failed in {action}{self._line(error.__traceback__)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _line(self, trace: TracebackType | None) -> str:
+        lines = [
+            number
+            for frame, number in traceback.walk_tb(trace)
+            if frame.f_code.co_filename == self.path
+        ]
+        if not lines:
+            return ""
+        text = linecache.getline(self.path, lines[-1]).strip()
+        return f", {self.spec.file}, line {lines[-1]}: `{text}`"
+
+
+@contextmanager
+def swapped(module: nn.Module, kind: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put `tensors` in the place of the module's `_parameters` or `_buffers` of these names."""
+    places = [(holder_of(module, name), name.rpartition(".")[2]) for name in tensors]
+    before = [getattr(holder, kind)[leaf] for holder, leaf in places]
+    for (holder, leaf), tensor in zip(places, tensors.values(), strict=True):
+        getattr(holder, kind)[leaf] = tensor
+    try:
+        yield
+    finally:
+        for (holder, leaf), tensor in zip(places, before, strict=True):
+            getattr(holder, kind)[leaf] = tensor
+
+
+def holder_of(module: nn.Module, name: str) -> nn.Module:
+    """The submodule that holds the parameter or buffer `name`."""
+    for part in name.split(".")[:-1]:
+        # Not `get_submodule`: a child may have the name of a method.
+        child = module._modules[part]
+        assert child is not None
+        module = child
+    return module
+
+
+def _described(outputs: Sequence[object]) -> str:
+    kinds = [type(output).__name__ for output in outputs]
+    return f"{len(kinds)} values ({', '.join(kinds)})"

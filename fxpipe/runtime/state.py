@@ -1,0 +1,164 @@
+"""The original model's parameters and buffers under its own names, shared with the stages.
+
+A tree of empty modules below the pipeline holds them, so that `named_parameters`, `state_dict`,
+optimizers and dtype changes see the original model. What stands in the tree is the truth: `bind`
+puts the same objects into the stages.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.runtime.manifest import StateSpec
+from fxpipe.runtime.stage import Stage, holder_of
+from fxpipe.runtime.ties import Tie
+
+
+class Shell(nn.Module):
+    """A module of the original's tree: its state, and the stages' modules that do its work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # In a tuple, so that they do not count as children.
+        self._twins: tuple[nn.Module, ...] = ()
+
+    def train(self, mode: bool = True) -> "Shell":
+        """Switch the stages' modules too."""
+        super().train(mode)
+        for twin in self._twins:
+            twin.train(mode)
+        return self
+
+
+class State:
+    """All parameters and buffers of a pipeline, in the original's order.
+
+    They stand below `root`, the pipeline, which each method is given: no cycle keeps it alive.
+    """
+
+    def __init__(
+        self, root: nn.Module, specs: Sequence[StateSpec], stages: Sequence[Stage]
+    ) -> None:
+        self._specs = specs
+        self._stages = stages
+        self._uses: dict[str, list[tuple[Stage, str]]] = {}
+        first_names = {spec.name: _first_name(spec) for spec in specs}
+        for stage in stages:
+            for name in (*stage.spec.parameters, *stage.spec.buffers):
+                self._uses.setdefault(first_names[name], []).append((stage, name))
+        tensors: dict[str, Tensor] = {}
+        for spec in specs:
+            first = _first_name(spec)
+            if first not in tensors:
+                tensors[first] = self._initial(spec)
+            _register(root, spec, tensors[first])
+        for stage in stages:
+            for path, module in stage.module.named_modules():
+                if path:
+                    shell = _shell(root, path)
+                    shell._twins += (module,)
+        self.ties = tuple(self._ties())
+        self.bind(root)
+
+    def parameters(self, root: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters by each of their names."""
+        return dict(root.named_parameters(remove_duplicate=False))
+
+    def bind(self, root: nn.Module) -> None:
+        """Give the stages, and further names of tied parameters, what stands in the tree."""
+        for spec in self._specs:
+            _put(root, spec.name, _tensor(root, _first_name(spec)))
+        for first, uses in self._uses.items():
+            tensor, owner = _tensor(root, first), uses[0][0]
+            if tensor.device != owner.device:
+                # As `load_state_dict(assign=True)` leaves it.
+                tensor.data = tensor.data.to(owner.device)
+            for stage, name in uses:
+                if stage.device == owner.device:
+                    _put(stage.module, name, tensor)
+                elif isinstance(tensor, nn.Parameter):
+                    # A copy comes with each call.
+                    _put(stage.module, name, None)
+                else:
+                    _put(stage.module, name, tensor.to(stage.device))
+
+    def take_buffers(self, root: nn.Module) -> None:
+        """Take over buffers that a stage's forward replaced instead of writing into them."""
+        for stage in self._stages:
+            for name in stage.spec.mutated_buffers:
+                _put(root, name, _get(stage.module, name))
+
+    def load_buffers(self, root: nn.Module, values: Mapping[str, Tensor]) -> None:
+        """Copy saved values of buffers and constants in."""
+        with torch.no_grad():
+            for name, value in values.items():
+                _tensor(root, name).copy_(value)
+        self.bind(root)
+
+    def _initial(self, spec: StateSpec) -> Tensor:
+        uses = self._uses.get(_first_name(spec))
+        if uses is None:
+            zeros = torch.zeros(spec.spec.sizes(1), dtype=spec.spec.torch_dtype)
+            tensor: Tensor = nn.Parameter(zeros, False) if spec.kind == "parameter" else zeros
+        else:
+            stage, name = uses[0]
+            held = _get(stage.module, name)
+            assert held is not None
+            tensor = held
+        tensor.data = tensor.data.to(spec.spec.torch_dtype)
+        if spec.kind == "parameter":
+            tensor.requires_grad_(spec.spec.requires_grad)
+        return tensor
+
+    def _ties(self) -> Sequence[Tie]:
+        return [
+            Tie(stage, name, first, stage.device == uses[0][0].device)
+            for first, uses in self._uses.items()
+            for stage, name in uses
+            if stage.lane != uses[0][0].lane and name in stage.spec.parameters
+        ]
+
+
+def _first_name(spec: StateSpec) -> str:
+    return spec.alias_of or spec.name
+
+
+def _register(root: nn.Module, spec: StateSpec, tensor: Tensor) -> None:
+    path, _, leaf = spec.name.rpartition(".")
+    shell = _shell(root, path) if path else root
+    if isinstance(tensor, nn.Parameter):
+        shell._parameters[leaf] = tensor
+    else:
+        shell._buffers[leaf] = tensor
+    if spec.kind == "constant":
+        shell._non_persistent_buffers_set.add(leaf)
+
+
+def _shell(root: nn.Module, path: str) -> Shell:
+    """The shell at `path`, made if there is none; straight into `_modules`, since a child may
+    have the name of a method.
+    """
+    module = root
+    for part in path.split("."):
+        module = module._modules.setdefault(part, Shell()) or root
+    assert isinstance(module, Shell)
+    return module
+
+
+def _tensor(root: nn.Module, name: str) -> Tensor:
+    tensor = _get(root, name)
+    assert tensor is not None
+    return tensor
+
+
+def _get(module: nn.Module, name: str) -> Tensor | None:
+    holder, leaf = holder_of(module, name), name.rpartition(".")[2]
+    tensors: Mapping[str, Tensor | None] = holder._parameters | holder._buffers
+    return tensors[leaf]
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+    holder, leaf = holder_of(module, name), name.rpartition(".")[2]
+    tensors = holder._parameters if leaf in holder._parameters else holder._buffers
+    tensors[leaf] = tensor  # type: ignore[assignment]

@@ -1,0 +1,64 @@
+"""One parameter used by stages of several lanes: one owner, copies for the others, one gradient.
+
+The owner is the first stage that holds it. On the owner's device the others hold the very
+Parameter; elsewhere they get a copy of its current value for each call.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.runtime.stage import Stage, swapped
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Stage `stage` uses under `name` the parameter `owner`, which a stage of another lane owns."""
+
+    stage: Stage
+    name: str
+    owner: str
+    same_device: bool
+
+
+Copies = dict[int, dict[str, Tensor]]
+
+
+@contextmanager
+def copied(ties: Sequence[Tie], parameters: Mapping[str, nn.Parameter]) -> Iterator[Copies]:
+    """For `pipe(x)`: copies on other devices, made by autograd, which adds their gradients up."""
+    apart = [tie for tie in ties if not tie.same_device]
+    copies = [parameters[tie.owner].to(tie.stage.device) for tie in apart]
+    with _bound(apart, copies) as bound:
+        yield bound
+
+
+@contextmanager
+def collected(ties: Sequence[Tie], parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """For `step`: each lane has a leaf of its own, whose gradient goes to the owner's at the end.
+
+    So no two threads write one gradient, and the sum is in the order of the stages.
+    """
+    owners = [parameters[tie.owner] for tie in ties]
+    leaves = [
+        owner.detach().to(tie.stage.device).requires_grad_(owner.requires_grad)
+        for tie, owner in zip(ties, owners, strict=True)
+    ]
+    with _bound(ties, leaves):
+        yield
+    for owner, leaf in zip(owners, leaves, strict=True):
+        if leaf.grad is not None:
+            torch.autograd.backward([owner], [leaf.grad.to(owner.device)])
+
+
+@contextmanager
+def _bound(ties: Sequence[Tie], tensors: Sequence[Tensor]) -> Iterator[Copies]:
+    by_stage: Copies = {}
+    with ExitStack() as stack:
+        for tie, tensor in zip(ties, tensors, strict=True):
+            stack.enter_context(swapped(tie.stage.module, "_parameters", {tie.name: tensor}))
+            by_stage.setdefault(tie.stage.index, {})[tie.name] = tensor
+        yield by_stage
