@@ -7,11 +7,6 @@ from math import inf
 import torch
 from torch import Tensor
 
-# A tensor's difference is measured against its largest element, but at least against this share of
-# the largest of its group. A bias that batch norm cancels has a gradient of pure rounding noise:
-# its elements agree in no digit, and that says nothing of the pipeline.
-NEGLIGIBLE = 1e-3
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -26,15 +21,19 @@ class Difference:
 
 
 def compare(
-    group: str, found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
+    group: str,
+    found: Mapping[str, Tensor | None],
+    expected: Mapping[str, Tensor | None],
+    negligible: float,
 ) -> Difference:
     """The largest absolute and relative difference of tensors with the same name.
 
     None stands for no tensor (a parameter without gradient); none on both sides is no difference.
     Tensors of other shapes, and values that are not finite on one side only, are infinitely far
     apart. A relative difference is that of a tensor's largest absolute difference to its largest
-    expected element, or to NEGLIGIBLE times the largest expected element of all tensors of its
-    kind (floating or not) in the group.
+    expected element, but at least to `negligible` times the largest of all tensors of its kind
+    (floating or not) in the group: a bias that batch norm cancels has a gradient of pure rounding
+    noise, whose elements agree in no digit, and that is no difference.
     """
     pairs = {
         name: (found.get(name), expected.get(name))
@@ -49,7 +48,7 @@ def compare(
     absolute, relative, worst = 0.0, 0.0, None
     for name, (f, e) in both.items():
         distance = _distance(f, e)
-        scale = max(_largest(_wide(e)), NEGLIGIBLE * largest[e.is_floating_point()])
+        scale = max(_largest(_wide(e)), negligible * largest[e.is_floating_point()])
         share = distance / scale if scale > 0 else (0.0 if distance == 0 else inf)
         if share > relative:
             relative, worst = share, name

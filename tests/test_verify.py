@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from fxpipe.difference import NEGLIGIBLE, compare
+from fxpipe.difference import compare
 
+NEGLIGIBLE = 1e-3
 inf, nan = math.inf, math.nan
 
 
@@ -16,6 +17,7 @@ def difference(found, expected, **named):
         "group",
         {name: None if f is None else torch.tensor(f) for name, (f, _) in both.items()},
         {name: None if e is None else torch.tensor(e) for name, (_, e) in both.items()},
+        NEGLIGIBLE,
     )
 
 
