@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fxpipe.compiler import Package, compile
     from fxpipe.runtime import Pipeline, load
 
+__version__ = "0.1.0"
 __all__ = ["Package", "Pipeline", "compile", "errors", "load"]
 
 _HOMES = {
