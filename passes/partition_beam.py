@@ -8,7 +8,8 @@ from bisect import bisect_left
 from itertools import accumulate
 from random import Random
 
-from fxpipe.passes.partition import Cuts, Scorer, Solution
+from fxpipe.passes.partition import Scorer, Solution
+from fxpipe.passes.partition_costs import Cuts
 
 _WIDTH = 6
 _MOVES = 16

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
 
-from fxpipe.passes.partition import Cuts, Problem, Scorer, Solution, held_sets
+from fxpipe.passes.partition import Problem, Scorer, Solution
+from fxpipe.passes.partition_costs import Cuts, held_sets
 from fxpipe.schedule import Kind
 
 _GROWTH = 1.004
@@ -51,10 +52,16 @@ def solve(score: Scorer) -> Solution:
     capacity = problem.capacity_bytes
     while not (candidates := _candidates(problem, capacity)):
         # Nothing fits by this estimate: the least that would is the best start for the simulator.
-        capacity += capacity // 8 + 1
+        capacity = max(capacity + capacity // 8 + 1, _fair_share(problem))
     starts = sorted(candidates, key=score)[:_STARTS]
     last = len(score.estimates) + _BUDGET
     return Solution(min((_descend(score, cuts, last) for cuts in starts), key=score))
+
+
+def _fair_share(problem: Problem) -> int:
+    """What a device must hold at least: its part of parameters and gradients."""
+    parameters = dict(one for block in problem.chain.blocks for one in block.parameters)
+    return 2 * sum(parameters.values()) // problem.n_stages
 
 
 def _candidates(problem: Problem, capacity_bytes: int) -> list[Cuts]:

@@ -1,0 +1,123 @@
+"""What cuts cost: the chain's blocks summed up by stage, and the simulator's word on them."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from fxpipe.ir import Chain, CheckpointMode, Estimate, Link, StageEstimate
+from fxpipe.passes import checkpoints
+from fxpipe.passes.simulate import Message, StageCost, simulate
+from fxpipe.schedule import Kind, Schedule
+
+Cuts = tuple[int, ...]
+
+
+def evaluate(
+    chain: Chain,
+    cuts: Cuts,
+    *,
+    schedule: Schedule,
+    checkpoint: tuple[CheckpointMode, ...],
+    link: Link,
+) -> Estimate:
+    """What the simulator predicts of `chain` cut at `cuts` under `schedule`."""
+    stages, messages = stage_costs(chain, cuts)
+    recompute = checkpoints.recompute_table(checkpoint, schedule.n_microbatches)
+    simulation = simulate(schedule, stages, messages, link, recompute)
+    received = Counter[int]()
+    for message in messages:
+        received[message.target] += message.bytes
+    return Estimate(
+        step_ms=simulation.step_ms,
+        bubble=simulation.bubble,
+        peak_bytes=simulation.peak_bytes,
+        stages=tuple(
+            StageEstimate(
+                forward_ms=stage.forward_ms,
+                backward_ms=stage.backward_ms,
+                parameter_bytes=stage.parameter_bytes,
+                saved_bytes=stage.saved_bytes,
+                received_bytes=stage.input_bytes + received[j],
+            )
+            for j, stage in enumerate(stages)
+        ),
+    )
+
+
+def stage_costs(chain: Chain, cuts: Cuts) -> tuple[tuple[StageCost, ...], tuple[Message, ...]]:
+    """What each stage costs on one micro-batch, and what the stages send each other.
+
+    Storages of the same name count once a stage. A value goes straight from its producer's stage
+    to each stage that reads it; a received value that a backward saves is counted as received.
+    """
+    bounds = (0, *cuts, len(chain.blocks))
+    stage_of = [j for j in range(len(bounds) - 1) for _ in range(bounds[j], bounds[j + 1])]
+    n_stages = len(bounds) - 1
+    received: list[set[str]] = [set() for _ in range(n_stages)]
+    input_bytes = [0] * n_stages
+    sent: dict[tuple[int, int], tuple[int, int]] = {}
+    for value in chain.values:
+        source = stage_of[value.producer] if value.producer >= 0 else -1
+        # A consumer past the last block is the caller, who takes the model's output.
+        targets = {stage_of[k] for k in value.consumers if k < len(stage_of)} - {source}
+        for target in sorted(targets):
+            received[target].add(value.name)
+            if source < 0:
+                input_bytes[target] += value.bytes
+                continue
+            n_bytes, gradient_bytes = sent.get((source, target), (0, 0))
+            sent[source, target] = (
+                n_bytes + value.bytes,
+                gradient_bytes + (value.bytes if value.gradient else 0),
+            )
+    stages = tuple(
+        _stage_cost(chain, bounds[j], bounds[j + 1], received[j], input_bytes[j])
+        for j in range(n_stages)
+    )
+    messages = tuple(Message(*pair, *sizes) for pair, sizes in sorted(sent.items()))
+    return stages, messages
+
+
+def _stage_cost(
+    chain: Chain, begin: int, end: int, received: set[str], input_bytes: int
+) -> StageCost:
+    blocks = chain.blocks[begin:end]
+    saved = {name: size for block in blocks for name, size in block.saved if name not in received}
+    return StageCost(
+        forward_ms=sum(block.forward_ms for block in blocks),
+        backward_ms=sum(block.backward_ms for block in blocks),
+        parameter_bytes=sum(dict(one for block in blocks for one in block.parameters).values()),
+        buffer_bytes=sum(dict(one for block in blocks for one in block.buffers).values()),
+        saved_bytes=sum(saved.values()),
+        input_bytes=input_bytes,
+        workspace_bytes=max(block.workspace_bytes for block in blocks),
+    )
+
+
+def held_sets(
+    schedule: Schedule, recompute: Sequence[Sequence[bool]]
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """For each stage, how much it holds at its fullest: (saved sets, micro-batches in flight).
+
+    Read off the table alone, so it holds for any cuts. Several pairs where neither is the larger
+    in both.
+    """
+    held: list[set[tuple[int, int]]] = [set() for _ in range(schedule.n_stages)]
+    saved, in_flight = [0] * schedule.n_stages, [0] * schedule.n_stages
+    for row in schedule.rows:
+        for action in row:
+            j, again = action.stage, recompute[action.stage][action.microbatch]
+            forward = action.kind is Kind.FORWARD
+            saved[j] += forward != again
+            in_flight[j] += forward
+            held[j].add((saved[j], in_flight[j]))
+            if not forward:
+                saved[j] -= 1
+                in_flight[j] -= 1
+    return tuple(
+        tuple(
+            (s, f)
+            for s, f in sorted(pairs)
+            if not any((a, b) != (s, f) and a >= s and b >= f for a, b in pairs)
+        )
+        for pairs in held
+    )
