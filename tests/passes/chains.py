@@ -1,0 +1,82 @@
+"""Chains made by hand or at random, and all ways to cut a small one."""
+
+from itertools import combinations
+from random import Random
+
+from fxpipe.ir import Block, Chain, CheckpointMode, Link, Value
+from fxpipe.passes.checkpoints import place
+from fxpipe.passes.order import build
+from fxpipe.passes.partition_costs import evaluate
+
+KIB = 1024
+
+
+def block(
+    name: str,
+    forward_ms: float = 1.0,
+    backward_ms: float = 2.0,
+    saved: int = 0,
+    parameters: int = 0,
+) -> Block:
+    """A block of one op with storages of its own."""
+    return Block(
+        ops=(name,),
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        saved=((f"{name}.saved", saved),),
+        parameters=((f"{name}.weight", parameters),),
+    )
+
+
+def plain(blocks: list[Block], n_bytes: int = 1000) -> Chain:
+    """Each block hands one value to the next; the last one's is the model's output."""
+    values = [Value(f"v{k}", n_bytes, k, (k + 1,), gradient=True) for k in range(len(blocks))]
+    return Chain(tuple(blocks), tuple(values), (True,) * len(blocks))
+
+
+def random_chain(random: Random, n_blocks: int, n_skips: int = 0) -> Chain:
+    """Uneven blocks, messages of several sizes, a place in ten where no cut may be."""
+    blocks = []
+    for k in range(n_blocks):
+        forward = random.uniform(0.1, random.choice([1.0, 4.0]))
+        blocks.append(
+            block(
+                f"b{k}",
+                forward,
+                forward * random.uniform(1, 3),
+                saved=random.randint(1, 50) * KIB,
+                parameters=random.randint(0, 20) * KIB,
+            )
+        )
+    values = [
+        Value(f"v{k}", random.randint(1, 10) * 1000, k, (k + 1,), gradient=True)
+        for k in range(n_blocks)
+    ]
+    for k in range(n_skips):
+        first, last = sorted(random.sample(range(n_blocks), 2))
+        size = random.randint(1, 10) * 1000
+        values.append(Value(f"skip{k}", size, first, (last,), gradient=random.random() < 0.5))
+    cuttable = (*(random.random() < 0.9 for _ in range(n_blocks - 1)), True)
+    return Chain(tuple(blocks), tuple(values), cuttable)
+
+
+def every_plan(
+    chain: Chain,
+    *,
+    n_stages: int,
+    n_microbatches: int,
+    schedule: str,
+    checkpoint: CheckpointMode,
+    link: Link,
+    capacity_bytes: int,
+) -> list[tuple[float, int]]:
+    """Step and highest peak of each way to cut the chain that fits, the shortest step first."""
+    places = [k + 1 for k in range(len(chain.blocks) - 1) if chain.cuttable[k]]
+    table = build(schedule, n_stages, n_microbatches)
+    modes = place(checkpoint, n_stages)
+    estimates = (
+        evaluate(chain, cuts, schedule=table, checkpoint=modes, link=link)
+        for cuts in combinations(places, n_stages - 1)
+    )
+    plans = ((one.step_ms, max(one.peak_bytes)) for one in estimates)
+    return sorted((step, peak) for step, peak in plans if peak <= capacity_bytes)

@@ -1,0 +1,114 @@
+"""The simulator's rules written down a second time, without a thought for speed.
+
+Times come from recursion over "waits for", memory from intervals [start, end) looked at one by one.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+from fxpipe.ir import Link
+from fxpipe.passes.simulate import Message, Simulation, StageCost
+from fxpipe.schedule import Action, Kind, Schedule, needs
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+Sent = tuple[Action, int]
+
+
+def naive(
+    schedule: Schedule,
+    stages: Sequence[StageCost],
+    messages: Sequence[Message],
+    link: Link,
+    recompute: Sequence[Sequence[bool]],
+) -> Simulation:
+    device_of = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
+    size = {(m.source, m.target, F): m.bytes for m in messages}
+    size |= {(m.target, m.source, B): m.gradient_bytes for m in messages if m.gradient_bytes}
+    size = {key: b for key, b in size.items() if device_of[key[0]] != device_of[key[1]]}
+
+    def outbox(action: Action) -> list[Sent]:
+        to = [t for s, t, kind in size if (s, kind) == (action.stage, action.kind)]
+        return [(action, t) for t in sorted(to, key=lambda t: abs(t - action.stage))]
+
+    def n_bytes(sent: Sent) -> int:
+        return size[sent[0].stage, sent[1], sent[0].kind]
+
+    def pair(sent: Sent) -> tuple[int, int]:
+        return device_of[sent[0].stage], device_of[sent[1]]
+
+    on_link: dict[tuple[int, int], list[Sent]] = {}
+    for row in schedule.rows:
+        for action in row:
+            for sent in outbox(action):
+                on_link.setdefault(pair(sent), []).append(sent)
+
+    @cache
+    def start(action: Action) -> float:
+        row = schedule.rows[device_of[action.stage]]
+        before = row[: row.index(action)][-1:]
+        inbox = [
+            (Action(s, kind, action.microbatch), t)
+            for s, t, kind in size
+            if (t, kind) == (action.stage, action.kind)
+        ]
+        return max(
+            0.0,
+            *(end(other) for other in (*before, *needs(action, len(stages)))),
+            *(arrival(sent) for sent in inbox),
+            0.0,
+        )
+
+    @cache
+    def end(action: Action) -> float:
+        cost = stages[action.stage]
+        if action.kind is F:
+            return start(action) + cost.forward_ms
+        again = cost.forward_ms if recompute[action.stage][action.microbatch] else 0.0
+        return start(action) + cost.backward_ms + again
+
+    @cache
+    def departure(sent: Sent) -> float:
+        queue = on_link[pair(sent)]
+        before = queue[: queue.index(sent)][-1:]
+        return max(end(sent[0]), *(arrival(other) for other in before), 0.0)
+
+    @cache
+    def arrival(sent: Sent) -> float:
+        return departure(sent) + link.transfer_ms(n_bytes(sent))
+
+    def intervals(device: int) -> list[tuple[float, float, int]]:
+        held = []
+        for action in schedule.rows[device]:
+            cost = stages[action.stage]
+            held.append((start(action), end(action), cost.workspace_bytes))
+            if action.kind is B:
+                forward = Action(action.stage, F, action.microbatch)
+                saved_from = action if recompute[action.stage][action.microbatch] else forward
+                held.append((start(saved_from), end(action), cost.saved_bytes))
+                held.append((start(forward), end(action), cost.input_bytes))
+        for queue in on_link.values():
+            for sent in queue:
+                if device_of[sent[1]] == device:
+                    last = Action(sent[1], B, sent[0].microbatch)
+                    held.append((departure(sent), end(last), n_bytes(sent)))
+        return held
+
+    def peak(device: int) -> int:
+        held = intervals(device)
+        always = sum(
+            2 * cost.parameter_bytes + cost.buffer_bytes
+            for j, cost in enumerate(stages)
+            if device_of[j] == device
+        )
+        moments = [first for first, _, _ in held]
+        return always + max(sum(b for s, e, b in held if s <= t < e) for t in moments)
+
+    spans = tuple(tuple((start(a), end(a)) for a in row) for row in schedule.rows)
+    step = max(e for row in spans for _, e in row)
+    busy = sum(e - s for row in spans for s, e in row)
+    return Simulation(
+        step_ms=step,
+        bubble=1 - busy / (len(spans) * step),
+        peak_bytes=tuple(peak(d) for d in range(len(spans))),
+        spans=spans,
+    )

@@ -1,0 +1,189 @@
+"""What cuts cost, and what can't be planned."""
+
+import pytest
+from chains import KIB, block, plain
+
+from fxpipe.errors import PlanError, ScheduleError
+from fxpipe.ir import Block, Chain, CheckpointMode, Link, Plan, Value
+from fxpipe.passes.checkpoints import place, recompute_table
+from fxpipe.passes.order import build
+from fxpipe.passes.partition import SOLVERS, partition
+from fxpipe.passes.partition_costs import held_sets, stage_costs
+from fxpipe.passes.simulate import Message
+
+LINK = Link(latency_ms=0.01, bytes_per_ms=1e5)
+
+
+def plan(chain: Chain, n_stages: int, n_microbatches: int = 4, **options: object) -> Plan:
+    settings = {
+        "schedule": "1f1b",
+        "checkpoint": CheckpointMode.NEVER,
+        "link": LINK,
+        "capacity_bytes": 10**9,
+        "solver": "dp",
+    }
+    return partition(
+        chain, n_stages=n_stages, n_microbatches=n_microbatches, **{**settings, **options}
+    )
+
+
+def blocks(n: int) -> list[Block]:
+    return [block(f"b{k}", saved=10, parameters=100) for k in range(n)]
+
+
+def test_a_stage_costs_the_sum_of_its_blocks() -> None:
+    stages, _ = stage_costs(plain(blocks(5)), (2,))
+
+    assert [(s.forward_ms, s.backward_ms) for s in stages] == [(2.0, 4.0), (3.0, 6.0)]
+    assert [(s.saved_bytes, s.parameter_bytes) for s in stages] == [(20, 200), (30, 300)]
+
+
+def test_what_two_blocks_share_counts_once_a_stage() -> None:
+    tied = Block(("op",), 1.0, 1.0, saved=(("x", 7),), parameters=(("tied", 5),))
+    chain = Chain((tied, tied, tied), (), (True,) * 3)
+
+    stages, _ = stage_costs(chain, (2,))
+
+    assert [(s.saved_bytes, s.parameter_bytes) for s in stages] == [(7, 5), (7, 5)]
+
+
+def test_workspace_is_the_largest_of_a_block() -> None:
+    chain = Chain(
+        tuple(Block(("op",), 1, 1, workspace_bytes=b) for b in (3, 9, 4)), (), (True,) * 3
+    )
+
+    assert [s.workspace_bytes for s in stage_costs(chain, (1,))[0]] == [3, 9]
+
+
+def test_a_value_goes_straight_to_each_stage_that_reads_it() -> None:
+    values = (
+        Value("next", 1, 0, (1,), gradient=True),
+        Value("skip", 10, 0, (2, 3), gradient=True),
+        Value("mask", 100, 0, (3,), gradient=False),
+        Value("inside", 1000, 2, (3,), gradient=True),
+        Value("output", 10000, 1, (4,), gradient=True),
+    )
+    chain = Chain(tuple(blocks(4)), values, (True,) * 4)
+
+    assert stage_costs(chain, (1, 2))[1] == (
+        Message(0, 1, bytes=1, gradient_bytes=1),
+        Message(0, 2, bytes=110, gradient_bytes=10),
+    )
+
+
+def test_the_models_inputs_are_held_but_not_sent() -> None:
+    values = (Value("x", 8, -1, (0, 2), gradient=False), Value("v", 1, 0, (1,), gradient=True))
+    stages, messages = stage_costs(Chain(tuple(blocks(3)), values, (True,) * 3), (1, 2))
+
+    assert [s.input_bytes for s in stages] == [8, 0, 8]
+    assert messages == (Message(0, 1, 1, 1),)
+
+
+def test_a_received_value_that_is_saved_counts_as_received() -> None:
+    reader = Block(("op",), 1.0, 1.0, saved=(("v0", 1000), ("own", 5)))
+    chain = plain([block("b0"), reader])
+
+    assert stage_costs(chain, (1,))[0][1].saved_bytes == 5
+    assert stage_costs(chain, ())[0][0].saved_bytes == 1005
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mode", "held"),
+    [
+        ("gpipe", "never", [[(4, 4)], [(4, 4)]]),
+        ("1f1b", "never", [[(2, 2)], [(1, 1)]]),
+        ("1f1b", "always", [[(1, 2)], [(1, 1)]]),
+        ("gpipe", "except_last", [[(1, 4)], [(1, 4)]]),
+        ("1f1b", "except_last", [[(2, 2)], [(1, 1)]]),
+    ],
+)
+def test_saved_sets_and_microbatches_held_at_the_fullest(
+    schedule: str, mode: str, held: list[list[tuple[int, int]]]
+) -> None:
+    recompute = recompute_table(place(CheckpointMode(mode), 2), 4)
+
+    assert held_sets(build(schedule, 2, 4), recompute) == tuple(tuple(one) for one in held)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_equal_blocks_are_cut_into_equal_stages(solver: str) -> None:
+    found = plan(plain(blocks(8)), 4, solver=solver, schedule="gpipe")
+
+    assert found.cuts == (2, 4, 6)
+    assert found.stage_to_device == (0, 1, 2, 3)
+    assert found.schedule.to_csv().splitlines()[3] == "3F0,3F1,3F2,3F3,3B3,3B2,3B1,3B0"
+    assert [stage.received_bytes for stage in found.estimate.stages] == [0, 1000, 1000, 1000]
+    assert found.solver == solver
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_one_stage_is_the_whole_model(solver: str) -> None:
+    found = plan(plain(blocks(3)), 1, solver=solver)
+
+    assert (found.cuts, found.estimate.bubble) == ((), 0.0)
+    assert found.estimate.step_ms == pytest.approx(4 * 9.0)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_as_many_stages_as_blocks(solver: str) -> None:
+    assert plan(plain(blocks(4)), 4, solver=solver).cuts == (1, 2, 3)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_cuts_stand_only_where_they_may(solver: str) -> None:
+    chain = plain(blocks(6))
+    chain = Chain(chain.blocks, chain.values, (True, False, False, False, True, True))
+
+    assert plan(chain, 2, solver=solver).cuts in ((1,), (5,))
+    assert plan(chain, 3, solver=solver).cuts == (1, 5)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_memory_moves_the_cut(solver: str) -> None:
+    # In 1F1B stage 0 keeps two micro-batches, stage 1 one: even stages would need 80 KiB.
+    chain = plain([block(f"b{k}", saved=10 * KIB) for k in range(8)], n_bytes=1)
+
+    assert plan(chain, 2, solver=solver).cuts == (4,)
+    assert plan(chain, 2, solver=solver, capacity_bytes=61 * KIB).cuts == (3,)
+
+
+def test_too_many_devices() -> None:
+    chain = plain(blocks(30))
+    cuttable = tuple(k % 3 != 0 for k in range(29))
+
+    with pytest.raises(PlanError) as error:
+        plan(Chain(chain.blocks, chain.values, (*cuttable, True)), 64)
+
+    assert str(error.value) == (
+        "64 devices, but the model has only 20 blocks that can be cut apart: use at most 20"
+    )
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_what_does_not_fit_says_which_device_and_what_would_help(solver: str) -> None:
+    chain = plain([block(f"b{k}", saved=10 * KIB) for k in range(4)], n_bytes=1)
+
+    with pytest.raises(PlanError) as error:
+        plan(chain, 2, solver=solver, capacity_bytes=15 * KIB)
+
+    assert str(error.value) == (
+        "no partition fits: in the best one found, device 1 needs 30.00 KiB and has 15.00 KiB "
+        "(parameters and gradients 0 bytes, saved for one micro-batch 30.00 KiB). What would help: "
+        "more than 2 devices, or smaller micro-batches (more of them), or `--checkpoint always`"
+    )
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(PlanError) as error:
+        plan(plain(blocks(2)), 0, 0, solver="magic")
+
+    assert str(error.value).split("; ") == [
+        "there is no solver 'magic': use one of dp, beam, cpsat",
+        "0 micro-batches: a step needs at least 1",
+        "0 devices: a plan needs at least 1",
+    ]
+
+
+def test_an_unknown_schedule() -> None:
+    with pytest.raises(ScheduleError, match="no schedule 'zb'"):
+        plan(plain(blocks(2)), 1, schedule="zb")

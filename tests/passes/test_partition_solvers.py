@@ -1,0 +1,126 @@
+"""The solvers against every possible cut of small chains, and against themselves."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from time import perf_counter
+from typing import Any
+
+import pytest
+from chains import every_plan, random_chain
+
+from fxpipe.ir import Chain, CheckpointMode, Link, Plan
+from fxpipe.passes.partition import SOLVERS, partition
+
+ROOMY = 10**12
+
+
+def question(seed: int, *, skips: bool, tight: bool) -> tuple[Chain, dict[str, Any]]:
+    """A small chain and what is asked of it."""
+    random = Random(seed)
+    chain = random_chain(random, random.randint(9, 12), n_skips=2 if skips else 0)
+    asked = {
+        "n_stages": random.choice([2, 3, 4]),
+        "n_microbatches": random.choice([2, 4, 6]),
+        "schedule": random.choice(["gpipe", "1f1b"]),
+        "checkpoint": random.choice(list(CheckpointMode)),
+        "link": Link(latency_ms=0.02, bytes_per_ms=random.choice([1e3, 1e4, 1e5])),
+        "capacity_bytes": ROOMY,
+    }
+    if tight:
+        # Between what the shortest step and what the least memory needs, so that memory decides.
+        peaks = [peak for _, peak in every_plan(chain, **asked)]
+        asked["capacity_bytes"] = (min(peaks) + peaks[0]) // 2
+    return chain, asked
+
+
+@pytest.mark.parametrize("solver", ["dp", "cpsat"])
+@pytest.mark.parametrize("seed", range(25))
+def test_plain_chains_are_cut_as_well_as_they_can_be(seed: int, solver: str) -> None:
+    chain, asked = question(seed, skips=False, tight=False)
+
+    found = partition(chain, **asked, solver=solver)
+
+    assert found.estimate.step_ms == pytest.approx(every_plan(chain, **asked)[0][0])
+    if solver == "cpsat":
+        assert found.gap == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_with_skips_and_tight_memory_too(seed: int) -> None:
+    chain, asked = question(seed, skips=True, tight=True)
+    best_ms, _ = every_plan(chain, **asked)[0]
+
+    plans = {solver: partition(chain, **asked, solver=solver) for solver in SOLVERS}
+
+    assert plans["cpsat"].estimate.step_ms == pytest.approx(best_ms)
+    assert plans["beam"].estimate.step_ms <= 1.05 * best_ms
+    assert plans["dp"].estimate.step_ms <= 1.10 * best_ms
+    assert all(max(p.estimate.peak_bytes) <= asked["capacity_bytes"] for p in plans.values())
+    # The bound holds for every plan, so for the best.
+    assert plans["cpsat"].bound_ms is not None
+    assert plans["cpsat"].bound_ms <= best_ms
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_without_time_there_is_a_plan_and_a_bound_all_the_same(seed: int) -> None:
+    chain, asked = question(seed, skips=True, tight=False)
+
+    found = partition(chain, **asked, solver="cpsat", time_limit_s=0.0)
+
+    assert found.bound_ms is not None
+    assert 0 < found.bound_ms <= every_plan(chain, **asked)[0][0]
+
+
+def summary(found: Plan) -> list[object]:
+    return [list(found.cuts), found.estimate.step_ms, found.bound_ms]
+
+
+def plans_of_one_chain() -> dict[str, list[object]]:
+    chain = random_chain(Random(7), 24, n_skips=3)
+    asked = question(7, skips=False, tight=False)[1] | {"n_stages": 4, "n_microbatches": 4}
+    return {solver: summary(partition(chain, **asked, solver=solver)) for solver in SOLVERS}
+
+
+def test_plans_are_the_same_in_every_run_and_ortools_loads_only_when_used() -> None:
+    code = (
+        "import sys, json, test_partition_solvers as t\n"
+        "assert 'ortools' not in sys.modules\n"
+        "print(json.dumps(t.plans_of_one_chain()))"
+    )
+    here = plans_of_one_chain()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONHASHSEED": "12345"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert plans_of_one_chain() == here
+    assert json.loads(done.stdout) == here
+
+
+def test_a_thousand_blocks_in_sixteen_stages_take_about_a_second() -> None:
+    chain = random_chain(Random(1), 1000)
+    start = perf_counter()
+    found = partition(
+        chain,
+        n_stages=16,
+        n_microbatches=32,
+        schedule="1f1b",
+        checkpoint=CheckpointMode.NEVER,
+        link=Link(0.02, 1e5),
+        capacity_bytes=ROOMY,
+        solver="dp",
+    )
+
+    # Room for a busy machine.
+    assert perf_counter() - start < 10
+    # No plan can be shorter than equal stages of this chain without communication.
+    work_ms = sum(block.forward_ms + block.backward_ms for block in chain.blocks)
+    assert found.estimate.step_ms < 1.02 * (32 + 16 - 1) * work_ms / 16

@@ -1,0 +1,182 @@
+"""The simulator: closed formulas, links, memory, and a second implementation."""
+
+from random import Random
+from time import perf_counter
+
+import pytest
+from naive_simulator import naive
+
+from fxpipe.errors import ScheduleError
+from fxpipe.ir import Link
+from fxpipe.passes import order
+from fxpipe.passes.simulate import Message, Simulation, StageCost, simulate
+from fxpipe.schedule import Schedule
+
+FREE = Link(latency_ms=0.0, bytes_per_ms=1e30)
+
+
+def uniform(name: str, n: int, m: int, cost: StageCost, again: bool = False) -> Simulation:
+    return simulate(order.build(name, n, m), [cost] * n, [], FREE, [[again] * m] * n)
+
+
+def timeline(simulation: Simulation, schedule: Schedule) -> list[str]:
+    """One line a device, one column a millisecond: the micro-batch in F, a letter in B."""
+    lines = []
+    for row, spans in zip(schedule.rows, simulation.spans, strict=True):
+        line = ["."] * round(simulation.step_ms)
+        for action, (start, end) in zip(row, spans, strict=True):
+            mark = str(action.microbatch) if action.kind == "F" else "abc"[action.microbatch]
+            line[round(start) : round(end)] = mark * round(end - start)
+        lines.append("".join(line))
+    return lines
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("n", "m"), [(1, 4), (2, 1), (4, 8), (8, 16), (8, 32)])
+def test_bubble_of_equal_stages_is_n_minus_1_over_m_plus_n_minus_1(
+    name: str, n: int, m: int
+) -> None:
+    simulation = uniform(name, n, m, StageCost(forward_ms=1.0, backward_ms=2.0))
+
+    assert simulation.step_ms == pytest.approx((m + n - 1) * 3.0)
+    assert simulation.bubble == pytest.approx((n - 1) / (m + n - 1))
+
+
+def test_recomputed_microbatches_take_the_forward_again() -> None:
+    simulation = uniform("1f1b", 2, 4, StageCost(1.0, 2.0), again=True)
+
+    assert simulation.step_ms == pytest.approx((4 + 2 - 1) * 4.0)
+
+
+def test_1f1b_as_a_picture() -> None:
+    schedule = order.one_f_one_b(2, 3)
+    simulation = simulate(schedule, [StageCost(1.0, 2.0)] * 2, [], FREE, [[False] * 3] * 2)
+
+    assert timeline(simulation, schedule) == [
+        "01..aa2bb.cc",
+        ".0aa1bb2cc..",
+    ]
+
+
+def test_a_link_carries_one_message_at_a_time() -> None:
+    schedule = order.gpipe(2, 3)
+    messages = [Message(0, 1, bytes=30, gradient_bytes=0)]
+    simulation = simulate(
+        schedule, [StageCost(1.0, 1.0)] * 2, messages, Link(1.0, 10.0), [[False] * 3] * 2
+    )
+
+    # Each message takes 1 + 30 / 10 ms, and the next waits for it: arrivals at 5, 9, 13.
+    assert timeline(simulation, schedule) == [
+        "012............cba",
+        ".....0...1...2cba.",
+    ]
+
+
+def test_opposite_directions_and_other_pairs_do_not_wait_for_each_other() -> None:
+    # A portal from stage 0 to 2 as long as all the rest: its gradient has its own link, too.
+    messages = [Message(0, 1, 10, 10), Message(1, 2, 10, 10), Message(0, 2, 10, 10)]
+    simulation = simulate(
+        order.gpipe(3, 1), [StageCost(1.0, 1.0)] * 3, messages, Link(0.0, 10.0), [[False]] * 3
+    )
+
+    assert simulation.step_ms == pytest.approx(3 * (1 + 1) + 2 * (1 + 1))
+
+
+def test_a_portal_is_waited_for() -> None:
+    messages = [Message(0, 2, bytes=100, gradient_bytes=0)]
+    simulation = simulate(
+        order.gpipe(3, 1), [StageCost(1.0, 1.0)] * 3, messages, Link(0.0, 10.0), [[False]] * 3
+    )
+
+    assert simulation.spans[2][0] == (11.0, 12.0)
+
+
+@pytest.mark.parametrize(("n", "m"), [(4, 8), (4, 2), (1, 3)])
+def test_microbatches_in_flight(n: int, m: int) -> None:
+    cost = StageCost(1.0, 2.0, saved_bytes=1)
+
+    assert uniform("gpipe", n, m, cost).peak_bytes == (m,) * n
+    assert uniform("1f1b", n, m, cost).peak_bytes == tuple(min(m, n - j) for j in range(n))
+
+
+def test_a_device_holds_parameters_gradients_buffers_and_workspace() -> None:
+    cost = StageCost(1.0, 1.0, parameter_bytes=1000, buffer_bytes=100, workspace_bytes=10)
+
+    assert uniform("gpipe", 2, 4, cost).peak_bytes == (2110, 2110)
+
+
+def test_recompute_keeps_only_what_is_received_between_forward_and_backward() -> None:
+    cost = StageCost(1.0, 1.0, saved_bytes=100)
+    messages = [Message(0, 1, bytes=1, gradient_bytes=0)]
+    kept, recomputed = (
+        simulate(order.gpipe(2, 4), [cost] * 2, messages, FREE, [[again] * 4] * 2).peak_bytes
+        for again in (False, True)
+    )
+
+    assert kept == (400, 404)
+    assert recomputed == (100, 104)
+
+
+def test_inputs_count_from_forward_messages_from_the_start_of_their_transfer() -> None:
+    schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    stages = [StageCost(1.0, 1.0, input_bytes=10), StageCost(9.0, 9.0)]
+    messages = [Message(0, 1, bytes=1, gradient_bytes=100)]
+
+    # Stage 1 is slow: the second message waits there while the first micro-batch runs.
+    simulation = simulate(schedule, stages, messages, FREE, [[False] * 2] * 2)
+
+    assert simulation.peak_bytes == (120, 2)
+
+
+def test_a_table_that_can_not_run_is_named() -> None:
+    with pytest.raises(ScheduleError, match="device 0 waits forever at 0B0"):
+        simulate(Schedule.from_csv("0B0,0F0\n"), [StageCost(1.0, 1.0)], [], FREE, [[False]])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_tables_against_the_naive_simulator(seed: int) -> None:
+    random = Random(seed)
+    n, m = random.randint(1, 4), random.randint(1, 4)
+    # Whole numbers make times meet, where the order of letting go and taking matters.
+    stages = [StageCost(*(random.randint(1, 5) for _ in range(7))) for _ in range(n)]
+    pairs = [(s, t) for s in range(n) for t in range(s + 1, n) if random.random() < 0.7]
+    messages = [Message(s, t, random.randint(1, 9), random.randint(0, 9)) for s, t in pairs]
+    link = Link(latency_ms=random.randint(0, 2), bytes_per_ms=random.choice([1, 2, 8]))
+    recompute = [[random.random() < 0.4 for _ in range(m)] for _ in range(n)]
+    schedule = random_table(random, n, m)
+
+    found = simulate(schedule, stages, messages, link, recompute)
+
+    expected = naive(schedule, stages, messages, link, recompute)
+    assert found.spans == expected.spans
+    assert found.peak_bytes == expected.peak_bytes
+    assert (found.step_ms, found.bubble) == pytest.approx((expected.step_ms, expected.bubble))
+
+
+def random_table(random: Random, n: int, m: int) -> Schedule:
+    """A named schedule, stages dealt to devices at random, in an order that can run."""
+    rows = order.build(random.choice(order.NAMES), n, m).rows
+    device_of = [random.randrange(1 + n // 2) for _ in range(n)]
+    merged = simulate(Schedule(rows), [StageCost(1.0, 1.0)] * n, [], FREE, [[False] * m] * n)
+    timed = [
+        (span, action)
+        for row, spans in zip(rows, merged.spans, strict=True)
+        for action, span in zip(row, spans, strict=True)
+    ]
+    used = sorted(set(device_of))
+    return Schedule(
+        tuple(
+            tuple(action for _, action in sorted(timed) if device_of[action.stage] == device)
+            for device in used
+        )
+    )
+
+
+def test_speed_of_8_devices_and_32_microbatches() -> None:
+    schedule = order.one_f_one_b(8, 32)
+    messages = [Message(j, j + 1, 1, 1) for j in range(7)]
+    start = perf_counter()
+    simulate(schedule, [StageCost(1.0, 2.0)] * 8, messages, FREE, [[False] * 32] * 8)
+
+    # A few ms; the limit leaves room for a busy machine.
+    assert perf_counter() - start < 0.05
