@@ -11,11 +11,10 @@ from random import Random
 from fxpipe.passes.partition import Scorer, Solution
 from fxpipe.passes.partition_costs import Cuts
 
-_WIDTH = 6
-_MOVES = 16
 _FARTHEST = 10
-_PATIENCE = 4
-_BUDGET = 800
+_WIDTH, _MOVES = 6, 16
+# Rounds without a gain before it stops, and simulations in all.
+_PATIENCE, _BUDGET = 4, 800
 
 _Path = tuple[int, ...]
 
