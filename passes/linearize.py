@@ -116,10 +116,10 @@ def _ordered(
     between: nx.DiGraph[int] = nx.DiGraph()
     between.add_nodes_from(range(len(groups)))
     between.add_edges_from((group_of[a], group_of[b]) for a, b in needs.edges)
-    merged = nx.condensation(between)
+    merged: nx.DiGraph[int] = nx.condensation(between)
     merged.remove_edges_from(list(nx.selfloop_edges(merged)))
     blocks = {
-        k: sorted((name for g in members for name in groups[g]), key=lambda name: place[name])
+        k: sorted((name for g in members for name in groups[int(g)]), key=place.__getitem__)
         for k, members in merged.nodes(data="members")
     }
     order = nx.lexicographical_topological_sort(merged, key=lambda k: place[blocks[k][0]])

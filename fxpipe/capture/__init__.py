@@ -23,7 +23,7 @@ from fxpipe.ir import Capture, Input, Op
 from fxpipe.runtime.manifest import TensorSpec
 from fxpipe.runtime.structure import Structure, describe, rebuild
 
-__all__ = ["capture"]
+__all__ = ["capture", "flat_inputs"]
 
 
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
@@ -74,6 +74,11 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         fingerprint=_fingerprint(graph, specs),
         checked=checked,
     )
+
+
+def flat_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors of a call in the order of `Capture.inputs`."""
+    return describe(_bind(model, args, kwargs)[1])[1]
 
 
 def _bind(
@@ -183,7 +188,7 @@ def _drop_dead(graph: fx.Graph, ops: Mapping[str, Op]) -> None:
     """Erase what nobody reads, but for ops that write, draw random numbers or open regions."""
     for node in reversed(list(graph.nodes)):
         op = ops.get(node.name)
-        effects = op is not None and (op.mutates or op.random or node.meta["val"] is None)
+        effects = op is not None and (op.mutates or op.random or node.meta.get("val") is None)
         if not node.users and node.op not in ("placeholder", "output") and not effects:
             graph.erase_node(node)
 
@@ -194,7 +199,7 @@ def _describe_values(graph: fx.Graph) -> tuple[dict[str, str], dict[str, TensorS
     specs: dict[str, TensorSpec] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
-        text = literal(value) if value is not None else None
+        text = node.meta.get("text") or literal(value)
         if isinstance(value, Tensor):
             specs[node.name] = tensor_spec(value)
         elif text is not None:

@@ -98,7 +98,8 @@ class _Builder:
             return self.read(self.values[old], module)
 
         args, kwargs = fx.map_arg(node.args, new), fx.map_arg(node.kwargs, new)
-        made = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
+        name = "output" if node.name.startswith("child") else node.name  # pytree's own word
+        made = self.graph.create_node(node.op, node.target, args, kwargs, name)
         made.meta = {
             "val": node.meta.get("example_value"),
             "module": module,

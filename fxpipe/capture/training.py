@@ -34,7 +34,7 @@ def free_training_flags(graph: fx.Graph) -> None:
     first = next(iter(graph.nodes))
     with graph.inserting_before(first):
         flag = graph.get_attr(TRAINING)
-    flag.meta["val"] = True
+    flag.meta["text"] = "self.training"
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -56,7 +56,7 @@ def _free_attention(graph: fx.Graph, node: fx.Node, flag: fx.Node) -> None:
         return
     with graph.inserting_before(node):
         freed = graph.call_function(when_training, (flag, probability))
-    freed.meta["val"] = probability
+    freed.meta["text"] = f"{probability!r} if self.training else 0.0"
     if by_place:
         node.update_arg(4, freed)
     else:

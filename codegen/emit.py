@@ -1,0 +1,164 @@
+"""Emission: capture, plan and wiring as the files of a package."""
+
+import hashlib
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import jinja2
+import torch
+from ruff import find_ruff_bin
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.capture.specs import tensor_spec
+from fxpipe.codegen.stage_file import StageFile, stage_file
+from fxpipe.ir import Capture, PackageFiles, Plan, Profile, StageWiring, Wiring
+from fxpipe.runtime.manifest import (
+    FORMAT,
+    EstimateSpec,
+    InputSpec,
+    Manifest,
+    OutputSpec,
+    PortSpec,
+    StageSpec,
+    StateSpec,
+)
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def emit(
+    capture: Capture,
+    profile: Profile,
+    plan: Plan,
+    wiring: Wiring,
+    *,
+    devices: tuple[str, ...],
+) -> tuple[Manifest, PackageFiles]:
+    """Write all files in memory. Equal arguments give equal bytes."""
+    n = len(wiring.stages)
+    made = [stage_file(capture, stage, j, n) for j, stage in enumerate(wiring.stages)]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    stage_template = environment.get_template("stage.py.j2")
+    files = {f"stage_{j}.py": stage_template.render(one.fields) for j, one in enumerate(made)}
+    files["__init__.py"] = environment.get_template("init.py.j2").render(
+        model=capture.model_name, n=n, version=fxpipe.__version__, example="out"
+    )
+    files = _formatted(files)
+    files["schedule.csv"] = plan.schedule.to_csv()
+    manifest = _manifest(capture, profile, plan, wiring, made, devices, files)
+    files["plan.json"] = manifest.to_json()
+    return manifest, PackageFiles(files, _buffers(capture, made))
+
+
+def _formatted(files: dict[str, str]) -> dict[str, str]:
+    """Through `ruff format`, so that what users get passes their own checks."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in files.items():
+            (Path(folder) / name).write_text(text)
+        command = [find_ruff_bin(), "format", "--isolated", "--no-cache", "--quiet", folder]
+        subprocess.run(command, check=True)
+        return {name: (Path(folder) / name).read_text() for name in files}
+
+
+def _buffers(capture: Capture, made: Sequence[StageFile]) -> dict[str, Tensor]:
+    """Values that no constructor makes: of buffers and constants outside stock modules."""
+    stock = {
+        f"{path}.{name}"
+        for path, module in capture.modules.items()
+        for name, _ in module.named_buffers()
+    }
+    held = {name for one in made for name in one.constructor.buffers}
+    return {name: capture.state[name].detach().clone() for name in sorted(held - stock)}
+
+
+def _manifest(
+    capture: Capture,
+    profile: Profile,
+    plan: Plan,
+    wiring: Wiring,
+    made: Sequence[StageFile],
+    devices: tuple[str, ...],
+    files: Mapping[str, str],
+) -> Manifest:
+    stages = enumerate(zip(wiring.stages, made, strict=True))
+    maker = {value: j for j, stage in enumerate(wiring.stages) for value in stage.outputs}
+    held = {name for one in made for name in one.constructor.buffers}
+    state = [name for name in capture.state if name in capture.saved or name in held]
+    return Manifest(
+        format=FORMAT,
+        fxpipe=fxpipe.__version__,
+        torch=torch.__version__,
+        model=capture.model_name,
+        fingerprint=capture.fingerprint,
+        batch=capture.batch,
+        microbatches=plan.schedule.n_microbatches,
+        schedule=plan.schedule_name,
+        devices=devices,
+        signature=capture.signature,
+        input_structure=capture.input_structure,
+        inputs=tuple(
+            InputSpec(given.name, given.batched, capture.specs[given.name])
+            for given in capture.inputs
+        ),
+        output_structure=capture.output_structure,
+        outputs=tuple(
+            OutputSpec(value, maker.get(value), capture.specs[value]) for value in capture.outputs
+        ),
+        stages=tuple(_stage(capture, plan, j, stage, one) for j, (stage, one) in stages),
+        state=tuple(_state(capture, name) for name in state),
+        estimate=EstimateSpec(
+            plan.estimate.step_ms, plan.estimate.bubble, plan.estimate.peak_bytes
+        ),
+        solver=plan.solver,
+        gap=plan.gap,
+        checked=capture.checked,
+        profile=profile.origin,
+        files={name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()},
+    )
+
+
+def _stage(capture: Capture, plan: Plan, j: int, wiring: StageWiring, made: StageFile) -> StageSpec:
+    ops = [capture.ops[name] for name in wiring.ops]
+    written = {name for op in ops for name in op.mutates}
+    estimate = plan.estimate.stages[j]
+    return StageSpec(
+        file=f"stage_{j}.py",
+        class_name=f"Stage{j}",
+        device=plan.stage_to_device[j],
+        checkpoint=plan.checkpoint[j].value,
+        random=any(op.random for op in ops),
+        ops=len(ops),
+        inputs=tuple(
+            PortSpec(parameter, port.value, port.source, port.portal, capture.specs[port.value])
+            for parameter, port in zip(made.parameters, wiring.inputs, strict=True)
+        ),
+        outputs=tuple(OutputSpec(value, j, capture.specs[value]) for value in wiring.outputs),
+        parameters=made.constructor.parameters,
+        buffers=made.constructor.buffers,
+        mutated_buffers=tuple(name for name in made.constructor.buffers if name in written),
+        forward_ms=estimate.forward_ms,
+        backward_ms=estimate.backward_ms,
+        parameter_bytes=estimate.parameter_bytes,
+        saved_bytes=estimate.saved_bytes,
+        received_bytes=estimate.received_bytes,
+    )
+
+
+def _state(capture: Capture, name: str) -> StateSpec:
+    tensor = capture.state[name]
+    kind: Literal["parameter", "buffer", "constant"] = "constant"
+    if isinstance(tensor, nn.Parameter):
+        kind = "parameter"
+    elif name in capture.saved:
+        kind = "buffer"
+    return StateSpec(name, kind, tensor_spec(tensor), capture.aliases.get(name))

@@ -1,0 +1,204 @@
+"""An op as the Python expression that a person would write for it."""
+
+import inspect
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional
+
+from fxpipe.errors import CaptureError
+
+_INFIX: dict[Any, str] = {
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.truediv: "/",
+    operator.floordiv: "//",
+    operator.mod: "%",
+    operator.pow: "**",
+    operator.matmul: "@",
+    operator.and_: "&",
+    operator.or_: "|",
+    operator.xor: "^",
+    operator.lshift: "<<",
+    operator.rshift: ">>",
+    operator.eq: "==",
+    operator.ne: "!=",
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.gt: ">",
+    operator.ge: ">=",
+}
+_INPLACE: dict[Any, str] = {
+    operator.iadd: "+=",
+    operator.isub: "-=",
+    operator.imul: "*=",
+    operator.itruediv: "/=",
+    operator.ifloordiv: "//=",
+    operator.imod: "%=",
+    operator.ipow: "**=",
+    operator.imatmul: "@=",
+    operator.iand: "&=",
+    operator.ior: "|=",
+    operator.ixor: "^=",
+}
+_PREFIX: dict[Any, str] = {operator.neg: "-", operator.pos: "+", operator.invert: "~"}
+_NAMESPACES: tuple[tuple[str, Any], ...] = (
+    ("F", functional),
+    ("torch", torch),
+    ("torch.linalg", torch.linalg),
+    ("torch.fft", torch.fft),
+    ("torch.special", torch.special),
+    ("torch.Tensor", Tensor),
+    ("math", math),
+    ("operator", operator),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Writes ops of one stage, given the text of a value, of a module path and of its device."""
+
+    value: Callable[[fx.Node], str]
+    module: Callable[[str], str]
+    device: str
+
+    def statement(self, node: fx.Node, variable: str, wanted: bool) -> str:
+        """`node` as lines that leave its result in `variable`, if it is wanted."""
+        if node.target in _INPLACE:
+            target, operand = (self.argument(arg) for arg in node.args)
+            line = f"{target} {_INPLACE[node.target]} {operand}"
+            return f"{line}\n{variable} = {target}" if wanted and target != variable else line
+        if node.target is operator.setitem:
+            owner, index, value = node.args
+            return f"{self.argument(owner)}[{self._index(index)}] = {self.argument(value)}"
+        return f"{variable} = {self.expression(node)}" if wanted else self.expression(node)
+
+    def expression(self, node: fx.Node) -> str:
+        """The right-hand side."""
+        target: Any = node.target
+        if node.op == "call_module":
+            return f"{self.module(str(target))}({self._arguments(node.args, node.kwargs)})"
+        if node.op == "call_method":
+            owner, *rest = node.args
+            return f"{self.argument(owner)}.{target}({self._arguments(rest, node.kwargs)})"
+        if target in _INFIX:
+            left, right = (self._operand(arg) for arg in node.args)
+            return f"{left} {_INFIX[target]} {right}"
+        if target in _PREFIX:
+            return f"{_PREFIX[target]}{self._operand(node.args[0])}"
+        if target is operator.getitem:
+            return f"{self.argument(node.args[0])}[{self._index(node.args[1])}]"
+        if target is getattr:
+            return f"{self.argument(node.args[0])}.{node.args[1]}"
+        return f"{function_name(target)}({self._arguments(*_named(node))})"
+
+    def argument(self, value: Any) -> str:
+        """An argument as text. Raises CaptureError for what has no text."""
+        if isinstance(value, fx.Node):
+            return self.value(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            return f'float("{value}")'
+        if value is Ellipsis:
+            return "..."
+        if value is None or isinstance(value, bool | int | float | complex | str):
+            return repr(value)
+        if isinstance(value, torch.dtype | torch.memory_format | torch.layout):
+            return str(value)
+        if isinstance(value, torch.device):
+            return self.device
+        if isinstance(value, slice):
+            return f"slice({', '.join(map(self.argument, (value.start, value.stop, value.step)))})"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self.argument, value))}]"
+        if isinstance(value, tuple):
+            return f"({', '.join(map(self.argument, value))}{',' * (len(value) == 1)})"
+        if isinstance(value, dict):
+            items = (f"{key!r}: {self.argument(item)}" for key, item in value.items())
+            return f"{{{', '.join(items)}}}"
+        raise CaptureError(f"an op has the argument {value!r}, which can't be written as code")
+
+    def _operand(self, value: Any) -> str:
+        text = self.argument(value)
+        simple = text.replace(".", "").replace("_", "").isalnum()
+        return text if simple or not text.startswith("-") else f"({text})"
+
+    def _arguments(self, args: Any, kwargs: Any) -> str:
+        named = [f"{key}={self.argument(value)}" for key, value in kwargs.items()]
+        return ", ".join([*map(self.argument, args), *named])
+
+    def _index(self, index: Any) -> str:
+        if isinstance(index, tuple) and index:
+            return ", ".join(map(self._one_index, index)) + "," * (len(index) == 1)
+        return self._one_index(index)
+
+    def _one_index(self, index: Any) -> str:
+        if not isinstance(index, slice):
+            return self.argument(index)
+        start, stop, step = (
+            "" if part is None else self.argument(part)
+            for part in (index.start, index.stop, index.step)
+        )
+        return f"{start}:{stop}" + (f":{step}" if step else "")
+
+
+def _named(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of a Python function: tensors by place, settings by name, defaults left out."""
+    target: Any = node.target
+    args, kwargs = list(node.args), dict(node.kwargs)
+    if not inspect.isfunction(target):
+        return args, kwargs
+    try:
+        parameters = list(inspect.signature(target).parameters.values())
+    except ValueError:
+        return args, kwargs
+    kinds = {parameter.kind for parameter in parameters[: len(args)]}
+    if kinds - {inspect.Parameter.POSITIONAL_OR_KEYWORD}:
+        return args, kwargs
+    by_name = {p.name: value for p, value in zip(parameters, args, strict=False)} | kwargs
+    placed: list[Any] = []
+    for parameter in parameters:
+        value = by_name.get(parameter.name)
+        if not (isinstance(value, fx.Node | list | tuple) or parameter.default is parameter.empty):
+            break
+        if parameter.name not in by_name:
+            break
+        placed.append(by_name.pop(parameter.name))
+    defaults = {p.name: p.default for p in parameters}
+    rest = {
+        name: value
+        for name, value in by_name.items()
+        if isinstance(value, fx.Node) or name not in defaults or not _equal(value, defaults[name])
+    }
+    return placed, rest
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)
+
+
+def function_name(target: Any) -> str:
+    """What a function is called in code that imports torch and `torch.nn.functional as F`."""
+    if isinstance(target, torch._ops.OpOverload):
+        return f"torch.ops.{target.namespace}.{target._opname}.{target._overloadname}"
+    found = _public_names().get(id(target))
+    if found is None:
+        raise CaptureError(f"an op calls {target!r}, which has no public name to write it by")
+    return found
+
+
+@cache
+def _public_names() -> dict[int, str]:
+    names: dict[int, str] = {}
+    for space, module in _NAMESPACES:
+        for name in sorted(dir(module)):
+            value = getattr(module, name, None)
+            if callable(value) and not name.startswith("_"):
+                names.setdefault(id(value), f"{space}.{name}")
+    return names

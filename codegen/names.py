@@ -1,0 +1,70 @@
+"""Names in a stage file: local variables that read like the user's, paths to modules and state."""
+
+import builtins
+import keyword
+import re
+from collections.abc import Container, Iterable, Sequence
+
+from torch import fx
+
+_TAKEN = {*dir(builtins), *keyword.kwlist, "self", "torch", "nn", "F", "Tensor", "batch"}
+
+
+def local_names(
+    ops: Sequence[fx.Node], inputs: Sequence[str], outputs: Iterable[str]
+) -> dict[str, str]:
+    """A variable for each value of a stage, by value.
+
+    The graph numbers its values (`x_3`, `x_4`); a person writes `x` again and again. A number is
+    kept only where the unnumbered name still holds a value that is read later. So memory is given
+    back as early as in the user's own code.
+    """
+    last_use: dict[str, int] = dict.fromkeys(outputs, len(ops))
+    for place, node in enumerate(ops):
+        for used in node.all_input_nodes:
+            last_use[used.name] = max(place, last_use.get(used.name, 0))
+    made_at = [*((-1, name) for name in inputs), *((k, node.name) for k, node in enumerate(ops))]
+    taken_until: dict[str, int] = {}
+    chosen: dict[str, str] = {}
+    for place, value in made_at:
+        variable = base = _base(value)
+        number = 1
+        while taken_until.get(variable, -1) > place:
+            number += 1
+            variable = f"{base}_{number}"
+        chosen[value] = variable
+        taken_until[variable] = last_use.get(value, place + 1)
+    return chosen
+
+
+def _base(value: str) -> str:
+    """`hidden_states_12` as `hidden_states`; nn.Sequential's own `input_3` as `x`."""
+    base = re.sub(r"(_\d+)+$", "", value)
+    base = "x" if base == "input" else base
+    return f"{base}_" if base in _TAKEN else base
+
+
+def child(parent: str, name: str, in_dict: bool = False) -> str:
+    """The expression for the child `name` of the module that the expression `parent` is."""
+    if in_dict:
+        return f'{parent}["{name}"]'
+    if name.isidentifier() and not keyword.iskeyword(name):
+        return f"{parent}.{name}"
+    return f"getattr({parent}, {name!r})"
+
+
+def assignment(parent: str, name: str, value: str, in_dict: bool = False) -> str:
+    """The line that makes `value` the child `name` of `parent`."""
+    target = child(parent, name, in_dict)
+    if target.startswith("getattr("):
+        return f"setattr({parent}, {name!r}, {value})"
+    return f"{target} = {value}"
+
+
+def path(name: str, dicts: Container[str]) -> str:
+    """The expression for a dotted path below `self`; `dicts` are the paths of `nn.ModuleDict`s."""
+    expression, walked = "self", ""
+    for part in name.split("."):
+        expression = child(expression, part, walked in dicts)
+        walked = f"{walked}.{part}" if walked else part
+    return expression

@@ -1,0 +1,102 @@
+"""The straight line from a model to a package, each pass in its place."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from fxpipe.capture import capture as capture_model
+from fxpipe.capture import flat_inputs
+from fxpipe.codegen.emit import emit
+from fxpipe.errors import InputError
+from fxpipe.ir import Capture, CheckpointMode, Profile
+from fxpipe.package import Package
+from fxpipe.passes.linearize import linearize
+from fxpipe.passes.partition import partition
+from fxpipe.passes.portals import wire
+from fxpipe.passes.profile import profile as profile_ops
+from fxpipe.runtime.stream import Devices, parse_devices
+
+
+def compile(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    devices: Devices,
+    microbatches: int,
+    schedule: str = "1f1b",
+    checkpoint: str = "never",
+    solver: str = "dp",
+    profile: Profile | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Package:
+    """Compile `model`, called as `model(*args, **kwargs)`, into a pipeline of one stage a device.
+
+    `args` and `kwargs` hold one whole batch (dimension 0), which is cut into `microbatches`.
+    `devices` is a count, a list, or text such as `"cuda:0,cuda:1"` and `"cpu*4"`. `schedule` is
+    gpipe or 1f1b, `checkpoint` never, except_last or always, `solver` dp, beam or cpsat. A given
+    `profile` must be of the same model and micro-batch. `progress` is told each pass as it starts.
+
+    The model is left as it was. Raises an FxpipeError for whatever can't be done.
+    """
+    lanes = parse_devices(devices)
+    line = _Line(progress)
+    with line("capture"):
+        captured = capture_model(model, args, kwargs or {})
+    with line("profile"):
+        if profile is None:
+            inputs = flat_inputs(model, args, kwargs or {})
+            profile = profile_ops(
+                captured, model, inputs, n_microbatches=microbatches, devices=lanes
+            )
+        _check_profile(profile, captured, microbatches)
+    with line("linearize"):
+        chain = linearize(captured, profile)
+    with line("partition"):
+        plan = partition(
+            chain,
+            n_stages=len(lanes),
+            n_microbatches=microbatches,
+            schedule=schedule,
+            checkpoint=CheckpointMode(checkpoint),
+            link=profile.link,
+            capacity_bytes=profile.capacity_bytes,
+            solver=solver,
+        )
+    with line("portals"):
+        wiring = wire(captured, chain, plan)
+    with line("emit"):
+        manifest, files = emit(captured, profile, plan, wiring, devices=tuple(map(str, lanes)))
+    return Package(manifest, captured, profile, chain, plan, wiring, files, line.seconds)
+
+
+def _check_profile(profile: Profile, capture: Capture, microbatches: int) -> None:
+    if profile.fingerprint != capture.fingerprint:
+        raise InputError(
+            f"the profile is of another model, or of another version of it (fingerprint "
+            f"{profile.fingerprint}, this model's is {capture.fingerprint}): measure it anew"
+        )
+    rows = -(-capture.batch // microbatches)
+    if profile.batch != rows:
+        raise InputError(
+            f"the profile is of micro-batches of {profile.batch} rows, but a batch of "
+            f"{capture.batch} in {microbatches} micro-batches has {rows}: measure it anew"
+        )
+
+
+class _Line:
+    """Tells which pass runs and keeps how long each took."""
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self._progress(name)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
