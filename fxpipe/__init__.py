@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from fxpipe import errors
 
 if TYPE_CHECKING:
-    from fxpipe.compiler import Package, compile
+    from fxpipe.compiler import compile
+    from fxpipe.package import Package
     from fxpipe.runtime import Pipeline, load
 
 __version__ = "0.1.0"
@@ -22,7 +23,7 @@ __all__ = ["Package", "Pipeline", "compile", "errors", "load"]
 
 _HOMES = {
     "compile": "fxpipe.compiler",
-    "Package": "fxpipe.compiler",
+    "Package": "fxpipe.package",
     "load": "fxpipe.runtime",
     "Pipeline": "fxpipe.runtime",
 }

@@ -102,11 +102,13 @@ def compile_command(
         from fxpipe import report
         from fxpipe import target as targets
         from fxpipe.compiler import compile as compile_model
+        from fxpipe.package import refuse_foreign
         from fxpipe.profile_file import load_profile
         from fxpipe.profile_file import save_profile as write_profile
         from fxpipe.progress import Progress
         from fxpipe.runtime.stream import parse_devices
 
+        refuse_foreign(out)  # before the work rather than after it
         used = [str(device) for device in parse_devices(devices)]
         loaded = targets.load(target)
         saved = None if profile is None else load_profile(profile)

@@ -41,4 +41,4 @@ class Progress:
         if self._status is not None:
             self._status.stop()
             seconds = time.perf_counter() - self._started
-            self._console.print(f"{self._name:<10}{seconds:7.2f} s")
+            self._console.print(f"{self._name:<12}{seconds:.2f} s")

@@ -12,7 +12,7 @@ from rich.table import Table
 from fxpipe.runtime.manifest import Manifest, StageSpec
 
 if TYPE_CHECKING:
-    from fxpipe.compiler import Package
+    from fxpipe.package import Package
     from fxpipe.verify import Verification
 
 
@@ -146,7 +146,7 @@ def _step(manifest: Manifest) -> str:
 
 
 def passes_text(package: "Package") -> str:
-    """One line for each pass: its time and what it made."""
+    """One line for each pass: what it made."""
     capture, profile, chain, plan = package.capture, package.profile, package.chain, package.plan
     ports = [port for stage in package.manifest.stages for port in stage.inputs]
     portals = sum(port.portal for port in ports)
@@ -154,7 +154,7 @@ def passes_text(package: "Package") -> str:
     bound = "" if plan.bound_ms is None else f", bound {ms_text(plan.bound_ms)}"
     lines = {
         "capture": f"{len(capture.ops)} ops, {len(capture.state)} tensors of state, "
-        f"{capture.checked}",
+        f"equal to the model in {capture.checked}",
         "profile": f"{len(profile.costs)} ops {profile.origin} on {profile.device}, "
         f"{profile.batch} rows",
         "linearize": f"{len(chain.blocks)} blocks, {sum(chain.cuttable)} places to cut, "
@@ -166,10 +166,7 @@ def passes_text(package: "Package") -> str:
         "emit": f"{len(package.files)} files, "
         f"{sum(text.count(chr(10)) for text in package.files.values())} lines",
     }
-    return "\n".join(
-        f"{name:<10}{seconds:7.2f} s  {lines.get(name, '')}".rstrip()
-        for name, seconds in package.timings.items()
-    )
+    return "\n".join(f"{name:<12}{line}" for name, line in lines.items())
 
 
 def verification_json(result: "Verification") -> dict[str, Any]:
