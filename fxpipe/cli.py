@@ -152,7 +152,14 @@ def inspect_command(out: Out, as_json: Json = False) -> None:
                 "`fxpipe compile -o` wrote"
             )
         manifest = Manifest.from_json(plan.read_text(encoding="utf-8"))
-        answer(report.package_json(manifest), report.package_table(manifest))
+        try:
+            facts, table = report.package_json(manifest), report.package_table(manifest)
+        except (IndexError, KeyError) as error:
+            raise PackageError(
+                f"{plan} names a device, parameter or stage that it does not list ({error}): "
+                "take back what was edited, or compile again"
+            ) from error
+        answer(facts, table)
 
 
 @app.command("verify")

@@ -168,7 +168,7 @@ def test_branch_on_data_names_the_line():
 
 
 def test_more_devices_than_blocks():
-    message = refused("compile", write(), "--devices", "cpu*64", "--batch", 128, "-o", "out")
+    message = refused("compile", write(), "--devices", "cpu*64", "--batch", 256, "-o", "out")
     assert "64" in message
     assert not Path("out").exists()
 
@@ -195,17 +195,25 @@ def test_folder_that_is_not_ours_is_left_alone():
 
 
 def test_our_folder_is_replaced_whole():
+    compiled_into("out", "--devices", "cpu*3")
+    assert "stage_2.py" in files("out")
     compiled_into("out")
-    Path("out/stage_9.py").write_text("left over")
-    compiled_into("out")
-    assert "stage_9.py" not in files("out")
+    assert "stage_2.py" not in files("out")
     assert {path.name for path in Path().iterdir()} == {"net.py", "out"}
+
+
+def test_what_was_put_into_our_folder_is_not_lost():
+    compiled_into("out")
+    Path("out/weights.pt").write_text("years of training")
+    before = files("out")
+    assert "weights.pt" in refused("compile", write(), "--devices", 2, "-o", "out")
+    assert files("out") == before
 
 
 def test_failed_compile_leaves_the_package_before():
     compiled_into("out")
     before = files("out")
-    refused("compile", write(), "--devices", "cpu*64", "--batch", 128, "-o", "out")
+    refused("compile", write(), "--devices", "cpu*64", "--batch", 256, "-o", "out")
     assert files("out") == before
 
 
@@ -226,13 +234,15 @@ def test_edited_plan_that_no_longer_fits_its_stages(package):
     assert "something_else" in message
 
 
-def test_edited_plan_that_lacks_a_field(package):
+@pytest.mark.parametrize("device", [None, 7])
+def test_edited_plan_that_does_not_fit_itself(package, device):
     shutil.copytree(package, "edited")
     plan = Path("edited/plan.json")
     data = json.loads(plan.read_text())
-    del data["stages"][0]["device"]
+    data["stages"][0]["device"] = device
     plan.write_text(json.dumps(data))
     assert "device" in refused("inspect", "edited")
+    assert "device" in refused("verify", "edited", package.parent / "net.py")
 
 
 def test_weights_of_another_model(package):
