@@ -673,3 +673,44 @@ TOYS = {
     "early": EARLY,
     "whole": WHOLE,
 }
+
+
+def mean_loss(output: object, target: object = None) -> Tensor:
+    """A mean over the rows, of all floats of the output; its scalars are such means already."""
+    total = torch.zeros((), dtype=torch.float64)
+    for leaf in describe(output)[1]:
+        if leaf.is_floating_point() and leaf.requires_grad:
+            rows_ = leaf.pow(2).flatten(1).sum(1) if leaf.dim() > 1 else leaf.pow(2).sum()
+            total = total + (rows_.mean() if leaf.dim() else leaf)
+    return total
+
+
+def plain_step(
+    toy: Toy, model: nn.Module, inputs: tuple[Tensor, ...], m: int, random: bool = False
+) -> Tensor:
+    """The plain model micro-batch by micro-batch: backward of the mean over the batch."""
+    batch = len(inputs[0])
+    loss = torch.zeros((), dtype=torch.float64)
+    outputs = microbatched_outputs(toy, model, inputs, m, random)
+    for output, n in zip(outputs, rows(batch, m), strict=True):
+        loss = loss + mean_loss(output) * (n / batch)
+    loss.backward()
+    return loss.detach()
+
+
+def same(found: Tensor | None, expected: Tensor | None) -> bool:
+    """Equal to 1e-10 of the largest value; 1e-14 is zero, as a bias before batch norm gets."""
+    if found is None or expected is None:
+        return found is expected
+    limit = 1e-10 * max(1e-4, float(expected.abs().max()))
+    return found.shape == expected.shape and bool(((found - expected).abs() <= limit).all())
+
+
+def assert_same_state(pipe: nn.Module, model: nn.Module) -> None:
+    """Equal gradients and buffers under equal names."""
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for name, parameter in pipe.named_parameters():
+        assert same(parameter.grad, gradients[name]), name
+    buffers = dict(model.named_buffers())
+    for name, buffer in pipe.named_buffers():
+        assert same(buffer.double(), buffers[name].double()), name
