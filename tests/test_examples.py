@@ -1,0 +1,100 @@
+"""Each example, compiled, run and verified: the plain model's numbers in float64.
+
+The examples' structure is whole, sizes are small. Of each, the graph is captured and its ops are
+measured once: what varies here comes after.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fxpipe import compiler, target
+from fxpipe.ir import CheckpointMode
+from fxpipe.package import Package
+from fxpipe.target import Target
+from fxpipe.verify import verify
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SMALL = {
+    "unet": {"B": 1, "C": 4},
+    "gpt2": {"LAYERS": 4, "HIDDEN": 32, "HEADS": 4, "SEQUENCE": 16, "VOCABULARY": 64},
+    "resnet": {"WIDTH": 4, "IMAGE": 32},
+}
+# Micro-batches of unequal size: 3, 3, 2, 2.
+BATCH, MICROBATCHES = 10, 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Example:
+    """A target file of a small size, compiled again and again from one capture and profile."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        text = (EXAMPLES / f"{name}.py").read_text()
+        for constant, value in SMALL[name].items():
+            pattern = rf"^{constant} = \d+$"
+            text, found = re.subn(pattern, f"{constant} = {value}", text, flags=re.MULTILINE)
+            assert found == 1
+        file = folder / f"small_{name}.py"
+        file.write_text(text)
+        self.target: Target = target.load(str(file))
+        self.first: Package | None = None
+
+    def compile(self, n_stages: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Package:
+        inputs = self.target.inputs(BATCH)
+        if self.first is not None:
+            captured = self.first.capture
+            monkeypatch.setattr(compiler, "capture_model", lambda *_: captured)
+            options["profile"] = self.first.profile
+        package = compiler.compile(
+            self.target.build(),
+            inputs.args,
+            inputs.kwargs,
+            devices=["cpu"] * n_stages,
+            microbatches=MICROBATCHES,
+            **options,
+        )
+        self.first = self.first or package
+        return package
+
+
+@pytest.fixture(scope="module", params=list(SMALL))
+def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Example:
+    return Example(request.param, tmp_path_factory.mktemp("example"))
+
+
+@pytest.mark.parametrize("checkpoint", list(CheckpointMode), ids=str)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("n_stages", [1, 2, 4])
+def test_example_computes_what_the_plain_model_does(
+    example, n_stages, schedule, checkpoint, tmp_path, monkeypatch
+):
+    package = example.compile(n_stages, monkeypatch, schedule=schedule, checkpoint=checkpoint)
+    out = package.write(tmp_path / "out")
+    result = verify(out, example.target)
+    assert result.equal, result
+    compared = {difference.group: difference.tensors for difference in result.differences}
+    assert compared["step(): gradients"] == len(list(example.target.build().parameters()))
+
+
+def test_skips_go_by_portal(example, monkeypatch):
+    package = example.compile(4, monkeypatch)
+    stages = package.manifest.stages
+    jumps = [
+        port.portal
+        for j, stage in enumerate(stages)
+        for port in stage.inputs
+        if port.source is not None and port.source < j - 1
+    ]
+    assert all(jumps)
+    assert bool(jumps) is (example.target.name.endswith(("unet.py", "gpt2.py")))
