@@ -20,7 +20,7 @@ RULES = {
     "fxpipe.schedule": ("fxpipe.errors",),
     "fxpipe.runtime": ("fxpipe.errors", "fxpipe.schedule", "fxpipe.runtime"),
     "fxpipe.ir": BASE,
-    **{helper: BASE for helper in HELPERS},
+    **dict.fromkeys(HELPERS, BASE),
     "fxpipe.capture": (*BASE, *HELPERS, "fxpipe.capture"),
     "fxpipe.passes": (*BASE, *HELPERS),
     "fxpipe.codegen": (*BASE, *HELPERS, "fxpipe.codegen"),
