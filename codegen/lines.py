@@ -87,16 +87,16 @@ class Writer:
             return f"{self.module(str(target))}({self._arguments(node.args, node.kwargs)})"
         if node.op == "call_method":
             owner, *rest = node.args
-            return f"{self.argument(owner)}.{target}({self._arguments(rest, node.kwargs)})"
+            return f"{self._operand(owner)}.{target}({self._arguments(rest, node.kwargs)})"
         if target in _INFIX:
             left, right = (self._operand(arg) for arg in node.args)
             return f"{left} {_INFIX[target]} {right}"
         if target in _PREFIX:
             return f"{_PREFIX[target]}{self._operand(node.args[0])}"
         if target is operator.getitem:
-            return f"{self.argument(node.args[0])}[{self._index(node.args[1])}]"
+            return f"{self._operand(node.args[0])}[{self._index(node.args[1])}]"
         if target is getattr:
-            return f"{self.argument(node.args[0])}.{node.args[1]}"
+            return f"{self._operand(node.args[0])}.{node.args[1]}"
         return f"{function_name(target)}({self._arguments(*_named(node))})"
 
     def argument(self, value: Any) -> str:
@@ -125,9 +125,14 @@ class Writer:
         raise CaptureError(f"an op has the argument {value!r}, which can't be written as code")
 
     def _operand(self, value: Any) -> str:
+        """An argument where only a call, a name or an index may stand without parentheses."""
         text = self.argument(value)
-        simple = text.replace(".", "").replace("_", "").isalnum()
-        return text if simple or not text.startswith("-") else f"({text})"
+        depth = 0
+        for c in text:
+            depth += (c in "([{") - (c in ")]}")
+            if depth == 0 and c in " -~+":
+                return f"({text})"
+        return text
 
     def _arguments(self, args: Any, kwargs: Any) -> str:
         named = [f"{key}={self.argument(value)}" for key, value in kwargs.items()]
@@ -146,6 +151,11 @@ class Writer:
             for part in (index.start, index.stop, index.step)
         )
         return f"{start}:{stop}" + (f":{step}" if step else "")
+
+
+def is_statement(node: fx.Node) -> bool:
+    """Whether the op is written as a statement, so that it can't stand inside an expression."""
+    return node.target in _INPLACE or node.target is operator.setitem
 
 
 def _named(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:

@@ -61,10 +61,20 @@ def assignment(parent: str, name: str, value: str, in_dict: bool = False) -> str
     return f"{target} = {value}"
 
 
-def path(name: str, dicts: Container[str]) -> str:
-    """The expression for a dotted path below `self`; `dicts` are the paths of `nn.ModuleDict`s."""
-    expression, walked = "self", ""
-    for part in name.split("."):
+def path(name: str, dicts: Container[str], known: tuple[str, str] = ("", "self")) -> str:
+    """The expression for a dotted path; `dicts` are the paths of `nn.ModuleDict`s.
+
+    `known` is a path that `name` lies below and the variable that holds that module.
+    """
+    walked, expression = known
+    below = name.removeprefix(walked).removeprefix(".")
+    for part in below.split("."):
         expression = child(expression, part, walked in dicts)
         walked = f"{walked}.{part}" if walked else part
     return expression
+
+
+def plain(text: str) -> str:
+    """Text of the model's that can't end a comment or a docstring."""
+    printable = "".join(c if c.isprintable() else " " for c in text)
+    return printable.replace('"""', "'''").replace("\\", "/")

@@ -13,7 +13,8 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir import SourceLine
 
 _CHECKPOINT: Target = torch.ops.higher_order.tag_activation_checkpoint
-_ASSERTS: tuple[Target, ...] = (
+_SKIPPED: tuple[Target, ...] = (
+    torch._C._log_api_usage_once,
     torch.ops.aten._assert_scalar.default,
     torch.ops.aten._assert_async.msg,
 )
@@ -59,7 +60,7 @@ class _Builder:
                 return [self.values[value] for value in node.args[0]]
             if node.op == "get_attr":
                 self.values[node] = _attribute(owner, str(node.target))
-            elif node.op != "placeholder" and node.target not in _ASSERTS:
+            elif node.op != "placeholder" and node.target not in _SKIPPED:
                 self.values[node] = self._call(node)
         raise AssertionError("a graph ends in an output")
 

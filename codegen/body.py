@@ -1,0 +1,173 @@
+"""The body of a stage's forward: its ops as lines, in groups under the user's own lines.
+
+What the user wrote as one expression is one expression again; a module that a group names more
+than once gets a variable.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+from torch import fx
+
+from fxpipe.codegen.lines import Writer, is_statement
+from fxpipe.codegen.names import path, plain
+from fxpipe.ir import Capture
+
+_WIDTH = 80  # columns that ruff leaves to a line in a method
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Code, a comment, or both."""
+
+    code: str = ""
+    comment: str = ""
+
+    def __str__(self) -> str:
+        comment = f"# {self.comment}" if self.comment else ""
+        indent = " " * (len(self.code) - len(self.code.lstrip()))
+        if len(self.code) + len(comment) + 2 > _WIDTH and self.code.strip() and comment:
+            return f"{indent}{comment}\n{self.code}"
+        return f"{self.code}  {comment}" if self.code.strip() and comment else self.code + comment
+
+
+@dataclass(slots=True)
+class Body:
+    """Writes the ops of one stage; `names` are the variables of its values."""
+
+    capture: Capture
+    nodes: Sequence[fx.Node]
+    names: Mapping[str, str]
+    outputs: Sequence[str]
+    dicts: frozenset[str]
+    device: str
+    _indent: str = ""
+    _grad_mode: object = None
+    _folded: dict[fx.Node, str] = field(default_factory=dict)
+    _short: dict[str, str] = field(default_factory=dict)
+
+    def lines(self) -> Iterator[Line]:
+        """All lines but the final return."""
+        uses = Counter(value.name for node in self.nodes for value in _reads(node))
+        uses.update(self.outputs)
+        for (module, heading), group in groupby(self.nodes, key=self._heading):
+            members = list(group)
+            if heading:
+                yield Line()
+                yield Line(self._indent, heading)
+            yield from self._shorten(module, members)
+            writer = Writer(self._value, self._path, self.device)
+            for node, after in zip(members, [*members[1:], None], strict=True):
+                if self._is_region(node):
+                    yield from self._region(node, writer)
+                elif after is not None and self._folds(node, after, uses, writer):
+                    self._folded[node] = writer.expression(node)
+                else:
+                    yield from self._write(node, writer, wanted=uses[node.name] > 0)
+
+    def _heading(self, node: fx.Node) -> tuple[str, str]:
+        """The module whose forward has the line, and the line."""
+        op = self.capture.ops[node.name]
+        module = op.module.rpartition(".")[0] if node.op == "call_module" else op.module
+        if op.source is None:
+            return module, plain(module)
+        where = f"{op.source.file}:{op.source.line}"
+        return module, plain(" | ".join(part for part in (module, where, op.source.text) if part))
+
+    def _shorten(self, module: str, members: Sequence[fx.Node]) -> Iterator[Line]:
+        """A variable for the module, if the group names it more than once and it is a long name."""
+        inside = f"{module}."
+        named = sum(name.startswith(inside) for node in members for name in _paths(node))
+        if named < 2 or "." not in module:
+            return
+        parts = module.split(".")
+        start = max((k for k, part in enumerate(parts) if not part.isdecimal()), default=0)
+        variable = "_".join(parts[start:])
+        if not variable.isidentifier() or variable in self.names.values():
+            variable = f"{variable}_module"
+        if not variable.isidentifier() or self._short.get(module) == variable:
+            return
+        self._short = {k: v for k, v in self._short.items() if v != variable}
+        yield Line(f"{self._indent}{variable} = {path(module, self.dicts)}")
+        self._short[module] = variable
+
+    def _path(self, name: str) -> str:
+        parent = name.rpartition(".")[0]
+        if parent in self._short:
+            return path(name, self.dicts, known=(parent, self._short[parent]))
+        return path(name, self.dicts)
+
+    def _value(self, node: fx.Node) -> str:
+        if node in self._folded:
+            return self._folded.pop(node)
+        if node.name in self.names:
+            return self.names[node.name]
+        if node.name in self.capture.literals:
+            return self.capture.literals[node.name]
+        return self._path(str(node.target))
+
+    def _folds(
+        self, node: fx.Node, after: fx.Node, uses: Mapping[str, int], writer: Writer
+    ) -> bool:
+        """Whether `after` can hold `node` as an argument: nothing comes between, nobody else reads.
+
+        So ops are run in the order of the graph, and random numbers drawn in it.
+        """
+        alone = uses[node.name] == 1 and list(_reads(after)).count(node) == 1
+        if not alone or is_statement(node) or is_statement(after) or self._is_region(after):
+            return False
+        folded = dict(self._folded)
+        self._folded[node] = writer.expression(node)
+        width = len(self._indent) + len(writer.statement(after, self.names[after.name], True))
+        self._folded = folded
+        return width <= _WIDTH
+
+    def _write(self, node: fx.Node, writer: Writer, wanted: bool) -> Iterator[Line]:
+        statement = writer.statement(node, self.names[node.name], wanted)
+        *before, last = statement.splitlines()
+        yield from (Line(self._indent + line) for line in before)
+        spec = self.capture.specs.get(node.name)
+        yield Line(self._indent + last, "" if spec is None else str(spec))
+
+    def _is_region(self, node: fx.Node) -> bool:
+        return node.target in (
+            torch._C._set_grad_enabled,
+            torch.amp.autocast_mode._enter_autocast,
+            torch.amp.autocast_mode._exit_autocast,
+        )
+
+    def _region(self, node: fx.Node, writer: Writer) -> Iterator[Line]:
+        """A region opens as `with` and closes by its indentation."""
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            _, dtype, enabled, cache = node.args
+            settings = f"dtype={writer.argument(dtype)}, enabled={enabled}"
+            cached = "" if cache is None else f", cache_enabled={cache}"
+            yield Line(
+                f"{self._indent}with torch.autocast({self.device}.type, {settings}{cached}):"
+            )
+            self._indent += "    "
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            self._indent = self._indent[4:]
+        elif self._grad_mode is None:
+            self._grad_mode = node.args[0]
+            mode = "enable_grad" if self._grad_mode else "no_grad"
+            yield Line(f"{self._indent}with torch.{mode}():")
+            self._indent += "    "
+        elif node.args[0] is not self._grad_mode:
+            self._indent, self._grad_mode = self._indent[4:], None
+
+
+def _reads(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments of `node` that are values, each as often as it stands there."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return iter(found)
+
+
+def _paths(node: fx.Node) -> list[str]:
+    """The module paths and state names that `node` uses."""
+    names = [str(used.target) for used in _reads(node) if used.op == "get_attr"]
+    return [*names, str(node.target)] if node.op == "call_module" else names
