@@ -13,7 +13,6 @@ from ruff import find_ruff_bin
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.capture.specs import tensor_spec
 from fxpipe.codegen.stage_file import StageFile, stage_file
 from fxpipe.ir import Capture, PackageFiles, Plan, Profile, StageWiring, Wiring
 from fxpipe.runtime.manifest import (
@@ -26,6 +25,7 @@ from fxpipe.runtime.manifest import (
     StageSpec,
     StateSpec,
 )
+from fxpipe.specs import tensor_spec
 
 _TEMPLATES = Path(__file__).parent / "templates"
 

@@ -1,9 +1,13 @@
 """Runs a captured graph op by op on real tensors, with a hook around each op."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+
+TRAINING = "training"  # the name under which a graph reads whether it runs in train mode
 
 Compute = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 Hook = Callable[[fx.Node, Compute, tuple[Any, ...], dict[str, Any]], Any]
@@ -53,3 +57,22 @@ def _compute(node: fx.Node, modules: Mapping[str, nn.Module]) -> Compute:
         return lambda args, kwargs: getattr(args[0], name)(*args[1:], **kwargs)
     function: Any = node.target
     return lambda args, kwargs: function(*args, **kwargs)
+
+
+@contextmanager
+def untouched(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put buffers, train flags and random state back afterwards."""
+    kept = {
+        name: tensor.detach().clone()
+        for name, tensor in state.items()
+        if not isinstance(tensor, nn.Parameter)
+    }
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        for name, before in kept.items():
+            state[name].data.copy_(before)
+        for module, mode in modes:
+            module.training = mode

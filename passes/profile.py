@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fxpipe.capture.check import untouched
-from fxpipe.capture.training import TRAINING
 from fxpipe.errors import InputError
-from fxpipe.interpret import Compute, run_graph
+from fxpipe.interpret import TRAINING, Compute, run_graph, untouched
 from fxpipe.ir import Capture, OpCost, Profile
 from fxpipe.machine import capacity_bytes, measure_link
 from fxpipe.runtime.stream import synchronize, threads_per_lane

@@ -14,7 +14,7 @@ FOLDERS = {"fxpipe": ROOT / "fxpipe", "passes": ROOT / "passes", "codegen": ROOT
 # What a module may import of fxpipe; a name stands for everything below it too. A module not
 # listed stands at the top, with the command, and may import all.
 BASE = ("fxpipe.errors", "fxpipe.schedule", "fxpipe.runtime", "fxpipe.ir")
-HELPERS = ("fxpipe.interpret", "fxpipe.machine", "fxpipe.stock")
+HELPERS = ("fxpipe.interpret", "fxpipe.machine", "fxpipe.specs", "fxpipe.stock")
 RULES = {
     "fxpipe.errors": (),
     "fxpipe.schedule": ("fxpipe.errors",),

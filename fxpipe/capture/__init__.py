@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.capture.check import compare, observe_run, refuse_new_buffers, untouched
+from fxpipe.capture.check import compare, observe_run, refuse_new_buffers
 from fxpipe.capture.dynamo import FlatModel, dynamo_graph, user_place
 from fxpipe.capture.graph import own_graph
 from fxpipe.capture.names import model_names
 from fxpipe.capture.observe import Observer
-from fxpipe.capture.specs import literal, tensor_spec
 from fxpipe.capture.stock_calls import call_stock_modules
-from fxpipe.capture.training import TRAINING, free_training_flags
+from fxpipe.capture.training import free_training_flags
 from fxpipe.errors import CaptureError, InputError
-from fxpipe.interpret import run_graph
+from fxpipe.interpret import TRAINING, run_graph, untouched
 from fxpipe.ir import Capture, Input, Op
 from fxpipe.runtime.manifest import TensorSpec
 from fxpipe.runtime.structure import Structure, describe, rebuild
+from fxpipe.specs import literal, tensor_spec
 
 __all__ = ["capture", "flat_inputs"]
 

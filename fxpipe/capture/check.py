@@ -4,14 +4,14 @@ Tracing can go wrong in silence (a buffer assigned anew, a mode baked in), so ev
 against the model at another batch size than the traced one, in train and eval mode.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import CaptureError
+from fxpipe.interpret import untouched
 
 Run = Callable[[], list[Tensor]]
 
@@ -23,25 +23,6 @@ class Result:
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
-
-
-@contextmanager
-def untouched(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put buffers, train flags and random state back afterwards."""
-    kept = {
-        name: tensor.detach().clone()
-        for name, tensor in state.items()
-        if not isinstance(tensor, nn.Parameter)
-    }
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        for name, before in kept.items():
-            state[name].data.copy_(before)
-        for module, mode in modes:
-            module.training = mode
 
 
 def observe_run(run: Run, model: nn.Module, state: Mapping[str, Tensor], training: bool) -> Result:

@@ -3,6 +3,7 @@
 import logging
 import re
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,7 +66,8 @@ def dynamo_graph(model: FlatModel, tensors: Sequence[Tensor], batched: Sequence[
     level = guards.level
     guards.setLevel(logging.CRITICAL)
     try:
-        with torch._dynamo.config.patch(allow_rnn=True):
+        with torch._dynamo.config.patch(allow_rnn=True), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what tracing got wrong, the numeric check finds
             module = _dynamo_graph_capture_for_export(OneBatch())(*tensors)
     except ConstraintViolationError as error:
         raise CaptureError(_frozen_batch(str(error))) from error

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.node import Target
 
-TRAINING = "training"
+from fxpipe.interpret import TRAINING
 
 # Position of the flag in functions that have no Python signature.
 _FLAG: dict[Target, int] = {
