@@ -224,8 +224,11 @@ def _case(target: Target, manifest: Manifest, rows: int, dtype: torch.dtype) -> 
 
 def _weighted_mean(tensor: Tensor) -> Tensor:
     """Over rows a plain mean; within a row weighted, since a sum is constant after a softmax."""
-    weights = torch.arange(tensor[:1].numel(), dtype=tensor.dtype, device=tensor.device).cos()
-    return (tensor * weights.view_as(tensor[:1])).mean() if tensor.dim() else tensor
+    if tensor.dim() == 0:
+        return tensor
+    row = tensor[:1]
+    weights = torch.arange(row.numel(), dtype=tensor.dtype, device=tensor.device).cos()
+    return (tensor * weights.view_as(row)).mean()
 
 
 def _mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
