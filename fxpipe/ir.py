@@ -163,8 +163,8 @@ class Chain:
     """Blocks in execution order; a stage is a run of them.
 
     `cuttable[k]` says whether a stage may end after block k (the last block always may). Values
-    are those read by another block than their producer's; model inputs (producer -1) go straight
-    from the caller to each stage that reads them.
+    are those read by another block than their producer's, or, as block `len(blocks)`, by the
+    caller; model inputs (producer -1) go straight from the caller to each stage that reads them.
     """
 
     blocks: tuple[Block, ...]
@@ -173,7 +173,10 @@ class Chain:
 
     def crossing(self, k: int) -> tuple[Value, ...]:
         """The values that a cut after block k sends on."""
-        return tuple(v for v in self.values if 0 <= v.producer <= k < max(v.consumers))
+        blocks = range(k + 1, len(self.blocks))
+        return tuple(
+            v for v in self.values if 0 <= v.producer <= k and any(c in blocks for c in v.consumers)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +221,7 @@ class Plan:
     @property
     def gap(self) -> float | None:
         """How far the predicted step lies above the bound, as a share of the step."""
-        if self.bound_ms is None:
+        if self.bound_ms is None or self.estimate.step_ms == 0:
             return None
         return max(0.0, 1 - self.bound_ms / self.estimate.step_ms)
 

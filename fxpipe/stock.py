@@ -42,6 +42,8 @@ def forward_takes_one(module: nn.Module) -> bool:
 def _arguments(module: nn.Module) -> dict[str, Any] | None:
     """Constructor arguments read back from the attributes that torch.nn keeps under their names."""
     found: dict[str, Any] = {}
+    if type(module).__init__ is nn.Module.__init__:
+        return found
     for name, parameter in inspect.signature(type(module)).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             return None

@@ -60,7 +60,7 @@ def profile(
             f"use at most {rows} micro-batches or a larger batch"
         )
     given = [
-        tensor.detach().tensor_split(n_microbatches)[0] if is_batched else tensor.detach()
+        (tensor.tensor_split(n_microbatches)[0] if is_batched else tensor).detach().clone()
         for tensor, is_batched in zip(inputs, batched, strict=True)
     ]
     device = devices[0]

@@ -17,7 +17,7 @@ from fxpipe.capture.observe import Observer
 from fxpipe.capture.stock_calls import call_stock_modules
 from fxpipe.capture.training import free_training_flags
 from fxpipe.errors import CaptureError, InputError
-from fxpipe.interpret import TRAINING, run_graph, untouched
+from fxpipe.interpret import TRAINING, Hook, plainly, run_graph, untouched
 from fxpipe.ir import Capture, Input, Op
 from fxpipe.runtime.manifest import TensorSpec
 from fxpipe.runtime.structure import Structure, describe, rebuild
@@ -42,7 +42,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     with untouched(model, names.state):
         model.train()
         before = dict(model.named_buffers(remove_duplicate=False))
-        output_structure, _ = describe(_call(model, rebuild(input_structure, tensors)))
+        output_structure, _ = describe(_call(model, rebuild(input_structure, _copies(tensors))))
         refuse_new_buffers(model, before)
         flat = FlatModel(model, input_structure, output_structure)
         inputs = _input_names(input_structure, len(tensors))
@@ -120,6 +120,11 @@ def _rows(tensors: Sequence[Tensor], batched: Sequence[bool], rows: list[int]) -
     ]
 
 
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same inputs once more, since forward may write into them."""
+    return [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+
+
 def _call(model: nn.Module, given: dict[str, Any]) -> Any:
     try:
         return model(**given)
@@ -161,26 +166,25 @@ def _check(
 ) -> tuple[dict[str, Op], str]:
     """Run graph and model side by side; what the ops did, and what agreed, in words."""
     observer = Observer(modules, state)
-    expected = observe_run(lambda: flat(*inputs), flat, state, training=True)
-    found = observe_run(
-        lambda: run_graph(graph, modules, {**state, TRAINING: True}, inputs, observer),
-        flat,
-        state,
-        training=True,
-    )
+
+    def run(training: bool, hook: Hook) -> list[Tensor]:
+        return run_graph(graph, modules, {**state, TRAINING: training}, _copies(inputs), hook)
+
+    try:
+        expected = observe_run(lambda: flat(*_copies(inputs)), flat, state, training=True)
+    except RuntimeError as error:
+        raise InputError(
+            f"the model by itself can't be trained on these inputs: {error}"
+        ) from error
+    found = observe_run(lambda: run(True, observer), flat, state, training=True)
     difference = compare(expected, found)
     if difference is not None:
         raise CaptureError(
             f"the captured graph does not compute what the model does in train mode: {difference}"
         )
     with torch.no_grad():
-        expected = observe_run(lambda: flat(*inputs), flat, state, training=False)
-        found = observe_run(
-            lambda: run_graph(graph, modules, {**state, TRAINING: False}, inputs),
-            flat,
-            state,
-            training=False,
-        )
+        expected = observe_run(lambda: flat(*_copies(inputs)), flat, state, training=False)
+        found = observe_run(lambda: run(False, plainly), flat, state, training=False)
     return observer.ops, "train" if compare(expected, found) else "train and eval"
 
 

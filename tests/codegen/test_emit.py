@@ -1,0 +1,129 @@
+"""Emission: what is written is small, readable, equal in every run, and runs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from flat import compile_flat
+from ruff import find_ruff_bin
+from torch import nn
+
+import fxpipe
+from fxpipe.runtime.random import microbatch_seeds
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = {
+    "skip": (models.Skip, (torch.ones(4, 6),), "cpu*3"),
+    "norms": (models.Norms, (torch.ones(4, 3, 8, 8),), "cpu*2"),
+    "tied": (models.Tied, (torch.ones(4, 5, dtype=torch.long),), "cpu*2"),
+}
+SHOWN = ("stage_0.py", "stage_1.py", "stage_2.py", "schedule.csv", "__init__.py")
+
+
+def compiled(name):
+    model, args, devices = CASES[name]
+    torch.manual_seed(0)
+    return compile_flat(model(), args, devices=devices, microbatches=2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_files_are_the_goldens(name, update_goldens):
+    folder = GOLDEN / name
+    package = compiled(name)
+    files = {file: text for file, text in package.files.items() if file in SHOWN}
+    if update_goldens:
+        package.write(folder)
+    assert files == {file: (folder / file).read_text() for file in files}
+    assert {path.name for path in folder.glob("*.py")} <= set(SHOWN)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_goldens_run_and_compute_what_the_model_does(name):
+    kind, (x,), _ = CASES[name]
+    model = kind().double()
+    x = torch.randint(11, x.shape) if name == "tied" else torch.randn(x.shape, dtype=torch.double)
+    pipe = fxpipe.load(GOLDEN / name).double()
+    pipe.load_state_dict(model.state_dict())
+    torch.manual_seed(1)
+    output = pipe(x)
+    output.square().mean().backward()
+    torch.manual_seed(1)
+    for seed, part in zip(microbatch_seeds(2), x.split(2), strict=True):
+        torch.manual_seed(seed)
+        (model(part).square().mean() / 2).backward()
+    for (key, plain), (own, pipelined) in zip(
+        model.named_parameters(), pipe.named_parameters(), strict=True
+    ):
+        assert key == own
+        torch.testing.assert_close(pipelined.grad, plain.grad, rtol=1e-10, atol=1e-12)
+    for key, plain in model.named_buffers():
+        torch.testing.assert_close(pipe.get_buffer(key), plain, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_files_pass_ruff_as_users_run_it(name, tmp_path):
+    folder = compiled(name).write(tmp_path / "out")
+    for command in (["format", "--check"], ["check"]):
+        subprocess.run([find_ruff_bin(), *command, "--isolated", "--no-cache", folder], check=True)
+
+
+def test_stage_files_import_torch_alone():
+    for name in CASES:
+        for file, text in compiled(name).files.items():
+            if file.startswith("stage_"):
+                imports = [
+                    line for line in text.splitlines() if line.startswith(("import", "from"))
+                ]
+                assert {line.split()[1].split(".")[0] for line in imports} == {"torch"}
+
+
+def test_two_compiles_from_one_profile_are_equal_byte_for_byte(tmp_path):
+    script = f"""
+import sys, torch
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import models
+from flat import compile_flat
+torch.manual_seed(0)
+pair = (torch.randn(4, 6), torch.randn(4, 6))
+compile_flat(models.Structured(), (pair,), {{"weight": torch.randn(6)}},
+             devices="cpu*2", microbatches=2).write(sys.argv[1])
+"""
+    for seed in ("0", "1", "7"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", script, tmp_path / seed], check=True, env=environment)
+    first, *others = (
+        {file.name: file.read_bytes() for file in (tmp_path / seed).iterdir()}
+        for seed in ("0", "1", "7")
+    )
+    assert "buffers.pt" in first
+    assert all(other == first for other in others)
+
+
+class Awkward(nn.Module):
+    """Module names that are no identifiers, or code."""
+
+    NAMES = ("class", "a b", 'x"; raise SystemExit; "', "naïve", "0", "line\nbreak")
+
+    def __init__(self):
+        super().__init__()
+        for name in self.NAMES:
+            self.add_module(name, nn.Linear(3, 3))
+
+    def forward(self, x):
+        for name in self.NAMES:
+            x = self._modules[name](x)
+        return x
+
+
+def test_awkward_module_names_are_kept(tmp_path):
+    model = Awkward()
+    package = compile_flat(model, (torch.randn(4, 3),), devices="cpu*2", microbatches=2)
+    pipe = fxpipe.load(package.write(tmp_path / "out"))
+    pipe.load_state_dict(model.state_dict())
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(pipe(x), model(x))
+    assert list(pipe.state_dict()) == list(model.state_dict())

@@ -1,0 +1,28 @@
+"""One switch makes the goldens anew: `pytest --update-goldens`; then read the diff."""
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--update-goldens", action="store_true", help="write goldens instead of comparing"
+    )
+
+
+@pytest.fixture
+def update_goldens(request):
+    return request.config.getoption("--update-goldens")
+
+
+@pytest.fixture(autouse=True)
+def _two_threads():
+    """Small models: more threads only wait for each other."""
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _cuda_or_skip(request):
+    if request.node.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")

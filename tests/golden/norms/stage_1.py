@@ -1,0 +1,24 @@
+"""Stage 1 of 2 of Norms, written by fxpipe.
+
+Takes x: float32[batch, 4, 8, 8] from stage 0
+Returns output: float32[batch, 2]
+"""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Stage1(nn.Module):
+    """3 ops, in head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # models.py:49 | x = F.dropout(x, 0.25, self.training)
+        x = F.dropout(x, p=0.25, training=self.training)  # float32[batch, 4, 8, 8]
+
+        # models.py:50 | return self.head(x.mean((2, 3)))
+        output = self.head(x.mean((2, 3)))  # float32[batch, 2]
+        return output

@@ -1,0 +1,26 @@
+"""Stage 0 of 2 of Tied, written by fxpipe.
+
+Takes tokens: int64[batch, 5] from the caller
+Returns x: float32[batch, 5, 6]
+"""
+
+from torch import Tensor, nn
+
+
+class Stage0(nn.Module):
+    """3 ops, from embed to body.1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.body = nn.ModuleDict()
+        self.body["0"] = nn.Linear(6, 6)
+        self.body["1"] = nn.GELU()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        # models.py:64 | return self.head(self.body(self.embed(tokens)))
+        embedding = self.embed(tokens)  # float32[batch, 5, 6]
+
+        # body | models.py:64 | return self.head(self.body(self.embed(tokens)))
+        x = self.body["1"](self.body["0"](embedding))  # float32[batch, 5, 6]
+        return x

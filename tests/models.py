@@ -1,0 +1,101 @@
+"""Small models, each with one thing that a pipeline compiler must get right."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Chain(nn.Module):
+    """Four linear layers in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Skip(nn.Module):
+    """The first layer's value is read again by the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.middle = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+        self.last = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.first(x)
+        x = self.middle(skip)
+        return self.last(torch.cat([x, skip], dim=1))
+
+
+class Norms(nn.Module):
+    """Batch norm, an in-place activation, dropout, a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+        self.scale = nn.Parameter(torch.ones(4, 1, 1))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn(self.conv(x))) * self.scale
+        x = F.dropout(x, 0.25, self.training)
+        return self.head(x.mean((2, 3)))
+
+
+class Tied(nn.Module):
+    """The embedding's weight is the head's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(tokens)))
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    hidden: tuple[Tensor, Tensor | None]
+    name: str = "answer"
+
+
+class Structured(nn.Module):
+    """Nested inputs, keyword and constant ones, a dataclass out; state that is easily lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tril(torch.ones(6, 6)), persistent=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.table = torch.arange(6.0)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 3)
+
+    def forward(
+        self, pair: tuple[Tensor, Tensor], *, weight: Tensor, negate: bool = False
+    ) -> Answer:
+        self.calls.add_(1)
+        x, y = pair
+        rows, columns = x.shape
+        x = (x.view(rows, 2, columns // 2).transpose(1, 2).reshape(rows, -1) + y) @ self.mask
+        hidden = self.a(x) + self.table
+        with torch.no_grad():
+            share = hidden.softmax(-1)
+        hidden = self.frozen(hidden) * weight + share
+        if negate:
+            hidden = -hidden
+        hidden[:, 0] = 0
+        return Answer(self.b(hidden), (hidden, None))

@@ -1,0 +1,133 @@
+"""Linearize: what can't be cut is one block, in program order; values know their readers."""
+
+import models
+import torch
+from flat import flat_profile
+from torch import nn
+from torch.nn import functional as F
+
+from fxpipe.capture import capture
+from fxpipe.passes.linearize import linearize
+
+
+def blocks(model, *args, **kwargs):
+    captured = capture(model, args, kwargs)
+    chain = linearize(captured, flat_profile(captured, 1))
+    sources = {name: op.source for name, op in captured.ops.items()}
+    return [[sources[op].text if sources[op] else op for op in b.ops] for b in chain.blocks]
+
+
+def chain_of(model, *args):
+    captured = capture(model, args, {})
+    return linearize(captured, flat_profile(captured, 1))
+
+
+def test_a_plain_chain_is_a_block_an_op():
+    chain = chain_of(models.Chain(), torch.randn(4, 6))
+    assert [len(block.ops) for block in chain.blocks] == [1, 1, 1, 1]
+    assert [len(chain.crossing(k)) for k in range(4)] == [1, 1, 1, 0]
+
+
+def test_a_value_written_in_place_stays_with_its_writer():
+    class InPlace(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            z = y + 1
+            y.mul_(3)
+            return y * z
+
+    assert blocks(InPlace(), torch.randn(4, 6)) == [
+        ["y = x * 2", "z = y + 1", "y.mul_(3)"],
+        ["return y * z"],
+    ]
+
+
+def test_a_view_counts_as_the_value_it_is_of():
+    class View(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            y.view(-1)[0] = 1
+            return y + 1
+
+    assert len(blocks(View(), torch.randn(4, 6))) == 2
+
+
+def test_an_input_written_in_place_is_read_in_one_block_only():
+    class Overwrites(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            x.add_(1)
+            return y + 1, x * 3
+
+    assert [len(block) for block in blocks(Overwrites(), torch.randn(4, 6))] == [3, 1]
+
+
+def test_a_tuple_stays_with_those_who_unpack_it():
+    class Splits(nn.Module):
+        def forward(self, x):
+            a, b = x.split(3, dim=1)
+            return a * b
+
+    assert [len(block) for block in blocks(Splits(), torch.randn(4, 6))] == [3, 1]
+
+
+def test_regions_are_not_divided():
+    class Regions(nn.Module):
+        def forward(self, x):
+            with torch.no_grad():
+                y = x * 2
+                y = y + 1
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                z = y @ y.T[:, :1]
+            return x * y, z
+
+    assert [len(block) for block in blocks(Regions(), torch.randn(4, 6))] == [4, 5, 1]
+
+
+def test_random_ops_keep_their_order():
+    class TwoDropouts(nn.Module):
+        def forward(self, x):
+            a = F.dropout(x)
+            b = F.dropout(x)
+            return b - a
+
+    assert [text for block in blocks(TwoDropouts(), torch.randn(4, 6)) for text in block] == [
+        "a = F.dropout(x)",
+        "b = F.dropout(x)",
+        "return b - a",
+    ]
+
+
+def test_a_buffer_written_in_two_places_holds_them_together():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros(()))
+
+        def forward(self, x):
+            self.n.add_(1)
+            x = x * 2
+            y = x * self.n
+            self.n.add_(1)
+            return y
+
+    assert len(blocks(Counts(), torch.randn(4, 6))) <= 2
+
+
+def test_values_know_where_they_are_read():
+    chain = chain_of(models.Skip(), torch.randn(4, 6))
+    skip = next(v for v in chain.values if len(v.consumers) == 2)
+    assert (skip.producer, skip.consumers, skip.bytes, skip.gradient) == (
+        0,
+        (1, 5),
+        4 * 6 * 4,
+        True,
+    )
+    given = next(v for v in chain.values if v.producer == -1)
+    assert given.consumers == (0,)
+
+
+def test_tied_parameters_are_one_storage():
+    chain = chain_of(models.Tied(), torch.randint(11, (4, 5)))
+    assert chain.blocks[0].parameters == (("embed.weight", 11 * 6 * 4),)
+    assert chain.blocks[-1].parameters == (("embed.weight", 11 * 6 * 4),)

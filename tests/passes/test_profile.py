@@ -1,0 +1,67 @@
+"""Profile: ops of one signature are measured once; saved storages are those of torch itself."""
+
+import models
+import torch
+
+from fxpipe.capture import capture
+from fxpipe.passes.profile import profile
+from fxpipe.runtime.stream import parse_devices
+
+
+def measured(model, x, m=2):
+    captured = capture(model, (x,), {})
+    return captured, profile(captured, model, [x], n_microbatches=m, devices=parse_devices("cpu*2"))
+
+
+def really_saved(model, x):
+    """Bytes that autograd keeps of a forward, each storage once, parameters left out."""
+    own = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
+    saved = {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes(), tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(x)
+    assert output.requires_grad
+    return sum(size for address, (size, _) in saved.items() if address not in own)
+
+
+def test_every_op_has_a_cost_in_both_directions():
+    captured, found = measured(models.Norms(), torch.randn(8, 3, 8, 8))
+    assert found.costs.keys() == captured.ops.keys()
+    assert all(cost.forward_ms > 0 for cost in found.costs.values())
+    conv = next(name for name, op in captured.ops.items() if op.module == "conv")
+    assert found.costs[conv].backward_ms > 0
+
+
+def test_equal_ops_are_measured_once():
+    captured, found = measured(models.Chain(), torch.randn(8, 6))
+    first, *others = (found.costs[name] for name in captured.ops)
+    del first  # its input needs no gradient
+    assert len({(cost.forward_ms, cost.backward_ms) for cost in others}) == 1
+
+
+def test_saved_bytes_count_each_storage_once():
+    for model, x in [
+        (models.Norms(), torch.randn(8, 3, 8, 8)),
+        (models.Skip(), torch.randn(8, 6)),
+        (models.Chain(), torch.randn(8, 6)),
+    ]:
+        _, found = measured(model, x, m=1)
+        storages = {name: size for cost in found.costs.values() for name, size in cost.saved}
+        assert sum(storages.values()) == really_saved(model, x)
+
+
+def test_costs_are_of_one_microbatch():
+    _, found = measured(models.Chain(), torch.randn(9, 6), m=2)
+    assert found.batch == 5
+    assert list(found.costs.values())[2].saved == (("input_2", 5 * 6 * 4),)
+
+
+def test_measuring_leaves_buffers_alone():
+    model = models.Norms()
+    measured(model, torch.randn(8, 3, 8, 8))
+    assert model.bn.num_batches_tracked == 0
+    assert torch.equal(model.bn.running_mean, torch.zeros(4))

@@ -1,0 +1,206 @@
+"""Capture: the graph has the model's own names, computes what the model does, or says why not."""
+
+import models
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fxpipe.capture import capture
+from fxpipe.errors import CaptureError, InputError
+
+
+def targets(captured):
+    return [str(node.target) for node in captured.graph.nodes if node.op == "call_module"]
+
+
+def test_stock_modules_are_called_under_their_own_paths():
+    captured = capture(models.Norms(), (torch.randn(4, 3, 8, 8),), {})
+    assert targets(captured) == ["conv", "bn", "relu", "head"]
+    assert captured.checked == "train and eval"
+
+
+def test_shapes_are_expressions_in_the_batch():
+    class Folded(nn.Module):
+        def forward(self, x):
+            return x.view(x.size(0) * 2, 3)
+
+    captured = capture(Folded(), (torch.randn(4, 6),), {})
+    (output,) = captured.outputs
+    assert str(captured.specs[output]) == "float32[2*batch, 3]"
+    assert captured.specs[output].sizes(5) == (10, 3)
+
+
+def test_a_batch_of_one_is_not_taken_for_a_constant():
+    captured = capture(models.Chain(), (torch.randn(1, 6),), {})
+    assert captured.specs[captured.outputs[0]].shape == ("batch", 6)
+
+
+def test_train_and_eval_stay_open_where_they_were_written_as_functions():
+    captured = capture(models.Norms(), (torch.randn(4, 3, 8, 8),), {})
+    (dropout,) = (node for node in captured.graph.nodes if node.target is F.dropout)
+    flag = dropout.args[2]
+    assert captured.literals[flag.name] == "self.training"
+
+
+def test_attention_dropout_is_zero_in_eval():
+    class Attention(nn.Module):
+        def forward(self, x):
+            p = 0.5 if self.training else 0.0
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=p)
+
+    captured = capture(Attention(), (torch.randn(3, 2, 4, 8),), {})
+    assert "0.5 if self.training else 0.0" in captured.literals.values()
+    assert captured.checked == "train and eval"
+
+
+def test_a_path_taken_in_train_mode_only_is_told():
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return x * 2 if self.training else x * 3
+
+    assert capture(Noisy(), (torch.randn(4, 3),), {}).checked == "train"
+
+
+def test_what_ops_write_and_draw_is_seen_on_real_data():
+    ops = capture(models.Norms(), (torch.randn(4, 3, 8, 8),), {}).ops
+    by_module = {op.module: op for op in ops.values()}
+    assert set(by_module["bn"].mutates) == {
+        "bn.running_mean",
+        "bn.running_var",
+        "bn.num_batches_tracked",
+    }
+    assert by_module["relu"].mutates == (by_module["bn"].name,)
+    assert by_module["relu"].storage == by_module["bn"].name
+    assert [op.source.text for op in ops.values() if op.random] == [
+        "x = F.dropout(x, 0.25, self.training)"
+    ]
+
+
+def test_ops_carry_the_users_line():
+    captured = capture(models.Skip(), (torch.randn(4, 6),), {})
+    source = captured.ops[captured.outputs[0]].source
+    assert source.file == "models.py"
+    assert source.text == "return self.last(torch.cat([x, skip], dim=1))"
+
+
+def test_ties_are_named_by_the_module_that_uses_them():
+    captured = capture(models.Tied(), (torch.randint(11, (4, 5)),), {})
+    assert captured.aliases == {"head.weight": "embed.weight"}
+    assert targets(captured)[-1] == "head"
+
+
+def test_nested_inputs_constants_and_dataclasses_keep_their_structure():
+    pair = (torch.randn(4, 6), torch.randn(4, 6))
+    captured = capture(models.Structured(), (pair,), {"weight": torch.randn(6), "negate": True})
+    assert [(given.name, given.batched) for given in captured.inputs] == [
+        ("pair_0", True),
+        ("pair_1", True),
+        ("weight", False),
+    ]
+    assert captured.signature == ("pair", "weight", "negate")
+    assert captured.output_structure["class"] == "models:Answer"
+    assert captured.state.keys() - captured.saved == {"mask", "table"}
+
+
+def test_the_model_is_left_as_it_was():
+    model = models.Norms().eval()
+    model.conv.train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    capture(model, (torch.randn(4, 3, 8, 8, generator=torch.Generator()),), {})
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert (model.training, model.conv.training, model.bn.training) == (False, True, False)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_checkpoint_regions_are_opened():
+    class Checkpointed(models.Chain):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.layers, x, use_reentrant=False)
+
+    captured = capture(Checkpointed(), (torch.randn(4, 6),), {})
+    assert targets(captured) == [f"layers.{k}" for k in range(4)]
+
+
+class Branch(models.Chain):
+    def forward(self, x):
+        if x.sum() > 0:
+            x = x * 2
+        return self.layers(x)
+
+
+class Frozen(models.Chain):
+    def forward(self, x):
+        return self.layers(x).view(4, 6)
+
+
+class NewBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(6))
+
+    def forward(self, x):
+        self.total = self.total + x.detach().sum(0)
+        return x * self.total
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+class OwnFunction(models.Chain):
+    def forward(self, x):
+        return Own.apply(self.layers(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (Branch(), ["test_capture.py", "if x.sum() > 0:", "path does not depend on the values"]),
+        (Frozen(), ["one batch size only", "view(4, 6)", "x.size(0)"]),
+        (NewBuffer(), ["buffer 'total'", "copy_"]),
+        (OwnFunction(), ["autograd.Function", "Own.apply(self.layers(x))"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_captured_names_the_line_and_the_way_out(model, says):
+    with pytest.raises(CaptureError) as error:
+        capture(model, (torch.randn(4, 6),), {})
+    assert all(words in str(error.value) for words in says), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "says"),
+    [
+        ((torch.randn(4, 5),), {}, ["Chain.forward fails on these inputs", "shapes"]),
+        (
+            (),
+            {"y": torch.randn(4, 6)},
+            ["don't fit Chain.forward(x", "missing a required argument: 'x'"],
+        ),
+        ((3.0,), {}, ["no input is a tensor with a batch dimension"]),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(args, kwargs, says):
+    with pytest.raises(InputError) as error:
+        capture(models.Chain(), args, kwargs)
+    assert all(words in str(error.value) for words in says), str(error.value)
+
+
+def test_a_model_that_cannot_be_trained_by_itself_is_told_so():
+    class Overwritten(models.Chain):
+        def forward(self, x):
+            x = self.layers(x).relu()
+            x += 1
+            return x
+
+    with pytest.raises(InputError, match="can't be trained on these inputs"):
+        capture(Overwritten(), (torch.randn(4, 6),), {})
