@@ -5,7 +5,6 @@ measured once: what varies here comes after.
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,9 @@ SMALL = {
 BATCH, MICROBATCHES = 10, 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Example:
