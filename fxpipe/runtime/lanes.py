@@ -41,33 +41,31 @@ class Lanes:
         # A lane computes on the caller's current stream: what the caller launched before comes
         # before, what it launches afterwards after.
         streams = [stream.current_stream(device) for device in self._devices]
-        results: SimpleQueue[BaseException | None] = SimpleQueue()
-        for index, (queue, job) in enumerate(zip(self._queues, jobs, strict=True)):
-            own_first = [streams[index], *streams]
-            queue.put(_Assignment(job, ambient, n_threads, own_first, results))
-        running = len(jobs)
-        failure: BaseException | None = None
+        failures: list[BaseException] = []
+        assignments = [
+            _Assignment(job, ambient, n_threads, [streams[index], *streams], failures, stop)
+            for index, job in enumerate(jobs)
+        ]
+        begun: list[_Assignment] = []
         try:
-            while running:
-                error = results.get()
-                running -= 1
-                if failure is None or isinstance(failure, StoppedError):
-                    failure = error or failure
-                if error is not None:
-                    stop()
+            for queue, assignment in zip(self._queues, assignments, strict=True):
+                queue.put(assignment)
+                begun.append(assignment)
+            _await(begun)
         except BaseException:
             stop()
-            for _ in range(running):
-                results.get()
+            _await(begun)
             raise
         finally:
             torch.set_num_threads(threads_before)
+        # Those that were told to stop come after the one that was the reason.
+        failure = next((f for f in failures if not isinstance(f, StoppedError)), None)
         if failure is not None:
             try:
                 raise failure
             finally:
-                # The traceback holds this frame, and through it the step's tensors.
-                del failure, error
+                # The traceback holds this frame, and through it the call's tensors.
+                del failure, failures, assignments, assignment, begun
 
 
 class _Assignment:
@@ -79,29 +77,34 @@ class _Assignment:
         ambient: Ambient,
         n_threads: int,
         streams: Sequence[Stream],
-        results: "SimpleQueue[BaseException | None]",
+        failures: list[BaseException],
+        stop: Callable[[], None],
     ) -> None:
-        self._job = job
+        self.done = threading.Event()
+        self._job: Job | None = job
         self._ambient = ambient
         self._n_threads = n_threads
         self._streams = streams
-        self._results = results
+        self._failures = failures
+        self._stop = stop
 
     def __call__(self) -> None:
+        assert self._job is not None
         try:
             stream.use_threads(self._n_threads)
             with self._ambient.entered(), stream.use_streams(self._streams):
                 self._job()
         except BaseException as error:
-            self._end(error)
-        else:
-            self._end(None)
-
-    def _end(self, error: BaseException | None) -> None:
-        results = self._results
+            self._failures.append(error)
+            self._stop()
         # The caller may go on the moment it hears of the end: leave no tensor behind before.
-        del self._job, self._streams
-        results.put(error)
+        self._job = None
+        self.done.set()
+
+
+def _await(assignments: Sequence[_Assignment]) -> None:
+    for assignment in assignments:
+        assignment.done.wait()
 
 
 def _work(queue: _Queue) -> None:

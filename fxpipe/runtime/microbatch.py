@@ -108,17 +108,9 @@ def split_target(target: Any, rows: Sequence[int]) -> list[Any]:
 
     Tensors with as many rows as the batch are cut; all else goes whole to each.
     """
-
-    def piece(node: Any, start: int, end: int) -> Any:
-        def inner(child: Any) -> Any:
-            return piece(child, start, end)
-
-        if isinstance(node, Tensor):
-            return node[start:end] if node.dim() and node.size(0) == sum(rows) else node
-        return map_nested(inner, node)
-
     starts = [sum(rows[:i]) for i in range(len(rows))]
-    return [piece(target, start, start + n) for start, n in zip(starts, rows, strict=True)]
+    batch = sum(rows)
+    return [_piece(target, start, start + n, batch) for start, n in zip(starts, rows, strict=True)]
 
 
 def map_nested(function: Callable[[Any], Any], node: Any) -> Any:
@@ -130,6 +122,12 @@ def map_nested(function: Callable[[Any], Any], node: Any) -> Any:
     if isinstance(node, Mapping):
         return {key: function(value) for key, value in node.items()}
     return node
+
+
+def _piece(node: Any, start: int, end: int, batch: int) -> Any:
+    if isinstance(node, Tensor):
+        return node[start:end] if node.dim() and node.size(0) == batch else node
+    return map_nested(lambda child: _piece(child, start, end, batch), node)
 
 
 def _batch_dim(output: OutputSpec) -> int | None:

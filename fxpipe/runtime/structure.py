@@ -24,68 +24,13 @@ Structure = dict[str, Any]
 def describe(obj: object) -> tuple[Structure, list[Tensor]]:
     """The structure of `obj` and its tensors in order. Raises InputError for other classes."""
     tensors: list[Tensor] = []
-
-    def walk(node: object) -> Structure:
-        if isinstance(node, Tensor):
-            tensors.append(node)
-            return {"tensor": len(tensors) - 1}
-        if node is None or isinstance(node, bool | int | float | str):
-            return {"constant": node}
-        if dataclasses.is_dataclass(node) and not isinstance(node, type):
-            names = [f.name for f in dataclasses.fields(node)]
-            return _class(node, {name: walk(getattr(node, name)) for name in names})
-        if isinstance(node, tuple) and hasattr(node, "_fields"):
-            return _class(node, {name: walk(getattr(node, name)) for name in node._fields})
-        if isinstance(node, tuple):
-            return {"tuple": [walk(child) for child in node]}
-        if isinstance(node, list):
-            return {"list": [walk(child) for child in node]}
-        if isinstance(node, Mapping) and all(isinstance(key, str) for key in node):
-            return {"dict": {key: walk(child) for key, child in node.items()}}
-        raise InputError(
-            f"a value of type {type(node).__name__} can't be passed through a pipeline: use "
-            "tensors, None, numbers, strings, and tuples, lists, dicts or dataclasses of them"
-        )
-
-    return walk(obj), tensors
+    return _describe(obj, tensors), tensors
 
 
 def tensors_of(structure: Structure, obj: Any) -> list[Tensor]:
     """The tensors of `obj`, which must have `structure`. Raises InputError where it differs."""
     tensors: list[Tensor] = []
-
-    def walk(node: Structure, value: Any, where: str) -> None:
-        kind = next(iter(node))
-        if kind == "tensor":
-            if not isinstance(value, Tensor):
-                raise InputError(
-                    f"{where} must be a tensor, as when the pipeline was compiled, not {value!r}"
-                )
-            tensors.append(value)
-        elif kind == "constant":
-            if isinstance(value, Tensor) or value != node["constant"]:
-                raise InputError(
-                    f"{where} was {node['constant']!r} when the pipeline was compiled and is built "
-                    f"into it; it can't be {_short(value)} now: compile again with that value"
-                )
-        elif kind in ("tuple", "list"):
-            if not isinstance(value, Sequence) or len(value) != len(node[kind]):
-                raise InputError(
-                    f"{where} must be a {kind} of {len(node[kind])}, not {_short(value)}"
-                )
-            for k, (child, item) in enumerate(zip(node[kind], value, strict=True)):
-                walk(child, item, f"{where}[{k}]")
-        elif kind == "dict":
-            if not isinstance(value, Mapping) or set(value) != set(node["dict"]):
-                keys = sorted(node["dict"])
-                raise InputError(f"{where} must be a dict with keys {keys}, not {_short(value)}")
-            for key, child in node["dict"].items():
-                walk(child, value[key], f"{where}[{key!r}]")
-        else:
-            for name, child in node["fields"].items():
-                walk(child, getattr(value, name, None), f"{where}.{name}")
-
-    walk(structure, obj, "the input")
+    _collect(structure, obj, "the input", tensors)
     return tensors
 
 
@@ -108,6 +53,62 @@ def rebuild(structure: Structure, tensors: Sequence[Any]) -> Any:
         return {key: rebuild(child, tensors) for key, child in structure["dict"].items()}
     fields = {name: rebuild(child, tensors) for name, child in structure["fields"].items()}
     return _constructor(structure["class"])(**fields)
+
+
+# Not functions within the above: one that calls itself is a cycle, and would keep the tensors alive
+# until the garbage collector comes.
+def _describe(node: object, tensors: list[Tensor]) -> Structure:
+    if isinstance(node, Tensor):
+        tensors.append(node)
+        return {"tensor": len(tensors) - 1}
+    if node is None or isinstance(node, bool | int | float | str):
+        return {"constant": node}
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        names = [f.name for f in dataclasses.fields(node)]
+        return _class(node, {name: _describe(getattr(node, name), tensors) for name in names})
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        fields = {name: _describe(getattr(node, name), tensors) for name in node._fields}
+        return _class(node, fields)
+    if isinstance(node, tuple):
+        return {"tuple": [_describe(child, tensors) for child in node]}
+    if isinstance(node, list):
+        return {"list": [_describe(child, tensors) for child in node]}
+    if isinstance(node, Mapping) and all(isinstance(key, str) for key in node):
+        return {"dict": {key: _describe(child, tensors) for key, child in node.items()}}
+    raise InputError(
+        f"a value of type {type(node).__name__} can't be passed through a pipeline: use "
+        "tensors, None, numbers, strings, and tuples, lists, dicts or dataclasses of them"
+    )
+
+
+def _collect(node: Structure, value: Any, where: str, tensors: list[Tensor]) -> None:
+    kind = next(iter(node))
+    if kind == "tensor":
+        if not isinstance(value, Tensor):
+            raise InputError(
+                f"{where} must be a tensor, as when the pipeline was compiled, not {value!r}"
+            )
+        tensors.append(value)
+    elif kind == "constant":
+        if isinstance(value, Tensor) or value != node["constant"]:
+            raise InputError(
+                f"{where} was {node['constant']!r} when the pipeline was compiled and is built "
+                f"into it; it can't be {_short(value)} now: compile again with that value"
+            )
+    elif kind in ("tuple", "list"):
+        if not isinstance(value, Sequence) or len(value) != len(node[kind]):
+            raise InputError(f"{where} must be a {kind} of {len(node[kind])}, not {_short(value)}")
+        for k, (child, item) in enumerate(zip(node[kind], value, strict=True)):
+            _collect(child, item, f"{where}[{k}]", tensors)
+    elif kind == "dict":
+        if not isinstance(value, Mapping) or set(value) != set(node["dict"]):
+            keys = sorted(node["dict"])
+            raise InputError(f"{where} must be a dict with keys {keys}, not {_short(value)}")
+        for key, child in node["dict"].items():
+            _collect(child, value[key], f"{where}[{key!r}]", tensors)
+    else:
+        for name, child in node["fields"].items():
+            _collect(child, getattr(value, name, None), f"{where}.{name}", tensors)
 
 
 def _class(node: object, fields: dict[str, Structure]) -> Structure:

@@ -1,0 +1,174 @@
+"""Lanes work for the caller, fail as one, and end with the pipeline."""
+
+import gc
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from toys import CHAIN, SCHEDULES, SKIPS, assert_same_state, both, mean_loss, plain_step, write
+
+from fxpipe.errors import InputError, StageError
+from fxpipe.runtime import load
+from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.lanes import Lanes
+
+CPU = torch.device("cpu")
+
+
+def _lanes():
+    return [t for t in threading.enumerate() if t.name.startswith("fxpipe lane")]
+
+
+@pytest.fixture(autouse=True)
+def _no_lane_left_behind():
+    before = _lanes()
+    yield
+    gc.collect()
+    _ended(before)
+
+
+def _ended(before):
+    """All lanes that were not there before have ended."""
+    threads = [thread for thread in _lanes() if thread not in before]
+    for thread in threads:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_lane_per_device_kept_over_calls_and_gone_with_the_pipeline(tmp_path):
+    _, pipe = both(tmp_path, SKIPS)
+    before = _lanes()
+    pipe(*SKIPS.inputs())
+    threads = _lanes()
+    assert len(threads) == len(before) + 4
+    pipe.step(*SKIPS.inputs(), loss_fn=mean_loss)
+    assert _lanes() == threads
+    gc.disable()
+    try:
+        del pipe
+        _ended(before)
+    finally:
+        gc.enable()
+
+
+def test_lanes_carry_the_callers_grad_mode_and_autocast():
+    lanes = Lanes([CPU, CPU])
+
+    def seen():
+        found = []
+        lanes.run([lambda: found.append(Ambient.capture()), lambda: None], lambda: None)
+        assert found == [Ambient.capture()]
+
+    seen()
+    with torch.no_grad():
+        seen()
+    with torch.inference_mode():
+        seen()
+    with torch.autocast("cpu", torch.float16, cache_enabled=False):
+        seen()
+    seen()
+
+
+def test_lanes_share_the_callers_threads_and_leave_its_number_alone():
+    torch.set_num_threads(4)
+    lanes = Lanes([CPU, CPU])
+    found = []
+    lanes.run([lambda: found.append(torch.get_num_threads())] * 2, lambda: None)
+    assert found == [2, 2]
+    assert torch.get_num_threads() == 4
+    fresh = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    fresh.start()
+    fresh.join()
+    assert found[-1] == 4
+
+
+def _failing(folder, schedule="1f1b", checkpoint="never"):
+    """Its stage 1 fails on large values."""
+    write(folder, CHAIN, schedule=schedule, checkpoint=checkpoint)
+    file = folder / "stage_1.py"
+    old = 'return torch.relu(self.body["step"](h))'
+    assert old in file.read_text()
+    new = f"assert not (h > 1e6).any(), 'too large'\n        {old}"
+    file.write_text(file.read_text().replace(old, new))
+    return load(folder)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("run", ["step", "call"])
+def test_a_stages_exception_names_stage_micro_batch_and_line(tmp_path, run, schedule):
+    pipe = _failing(tmp_path, schedule)
+    good = CHAIN.inputs()
+    bad = good[0].clone()
+    bad[6] = 1e12
+    for _ in range(3):
+        with pytest.raises(StageError) as error:
+            pipe.step(bad, loss_fn=mean_loss) if run == "step" else pipe(bad)
+        assert "stage 1 failed in 1F2, stage_1.py, line 13: `assert not" in str(error.value)
+        assert isinstance(error.value.__cause__, AssertionError)
+    model = CHAIN.model().double()
+    model.load_state_dict(pipe.state_dict())
+    pipe.zero_grad()
+    pipe.step(*good, loss_fn=mean_loss)
+    plain_step(CHAIN, model, good, 4)
+    assert_same_state(pipe, model)
+
+
+def test_an_exception_in_loss_fn_names_the_micro_batch(tmp_path):
+    _, pipe = both(tmp_path, CHAIN)
+    with pytest.raises(StageError, match="loss_fn failed on micro-batch 0: ZeroDivisionError"):
+        pipe.step(*CHAIN.inputs(), loss_fn=lambda output, target: 1 / 0)
+    with pytest.raises(InputError, match=r"one number .* returned a tensor of shape \[3, 3\]"):
+        pipe.step(*CHAIN.inputs(), loss_fn=lambda output, target: output)
+    with pytest.raises(InputError, match="outside of"), torch.no_grad():
+        pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
+    pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
+
+
+def test_an_interrupt_ends_the_call_and_leaves_the_pipeline_usable(tmp_path):
+    model, pipe = both(tmp_path, CHAIN)
+    began = threading.Event()
+
+    def slow(output, target):
+        began.set()
+        time.sleep(0.05)
+        return mean_loss(output)
+
+    def interrupt():
+        began.wait()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt):
+        pipe.step(*CHAIN.inputs(), loss_fn=slow)
+    helper.join()
+    pipe.zero_grad()
+    pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
+    plain_step(CHAIN, model, CHAIN.inputs(), 4)
+    assert_same_state(pipe, model)
+
+
+def test_lanes_work_at_the_same_time(tmp_path):
+    """Each of two lanes waits for the other's op of the same moment: one at a time would hang."""
+    lanes = Lanes([CPU, CPU])
+    barrier = threading.Barrier(2, timeout=10)
+    lanes.run([barrier.wait, barrier.wait], lambda: None)
+
+
+def test_autocast_reaches_stages_and_recomputation(tmp_path):
+    x = CHAIN.inputs()[0].float()
+    gradients = []
+    for mode in ("never", "always"):
+        _, pipe = both(tmp_path, CHAIN, checkpoint=mode)
+        pipe.float()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = pipe(x)
+            assert output.dtype == torch.bfloat16
+            output.float().pow(2).mean().backward()
+        gradients.append([p.grad for p in pipe.parameters()])
+    # A cast cached without grad in the first forward would leave None here.
+    assert all(gradient is not None for gradient in gradients[1])
+    for never, always in zip(*gradients, strict=True):
+        torch.testing.assert_close(never, always, rtol=0.05, atol=1e-4)

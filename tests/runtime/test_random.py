@@ -1,0 +1,91 @@
+"""Random numbers belong to the micro-batch, whatever the stages, the schedule and recomputation."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from toys import CHAIN, MODES, NOISY, SCHEDULES, both, mean_loss, same
+
+from fxpipe.runtime.random import RandomStream, drawing, microbatch_seeds
+
+CPU = torch.device("cpu")
+
+
+def _attend(x):
+    q = x.unflatten(1, (2, 4))
+    return F.scaled_dot_product_attention(q, q, q, dropout_p=0.3)
+
+
+OPS = {
+    "F.dropout": lambda x: F.dropout(x, 0.4),
+    "in-place dropout": lambda x: F.dropout(x.clone(), 0.4, inplace=True),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, training=True),
+    "nn.Dropout2d": lambda x: torch.nn.Dropout2d(0.5)(x[None, :, :, None]),
+    "attention": _attend,
+    "rand_like": lambda x: x * torch.rand_like(x),
+    "randn": lambda x: x + torch.randn(8, dtype=x.dtype),
+    "multinomial": lambda x: x + torch.multinomial(torch.ones(8), 8).to(x.dtype),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("op", OPS)
+def test_a_stream_draws_what_manual_seed_gives_and_leaves_torchs_generator_alone(op, dtype):
+    x = torch.linspace(-1, 1, 32, dtype=dtype).view(4, 8)
+    torch.manual_seed(7)
+    expected = [OPS[op](x), OPS[op](x)]
+    before = torch.manual_seed(99).get_state()
+    with drawing(RandomStream(7), CPU) as first:
+        one = OPS[op](x)
+    # The second half on another stage: the stream is handed on.
+    with drawing(first.end, CPU):
+        two = OPS[op](x)
+    assert torch.equal(one, expected[0])
+    assert torch.equal(two, expected[1])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_stream_can_be_begun_again():
+    start = RandomStream(3)
+    with drawing(start, CPU):
+        one = torch.rand(3)
+    with drawing(start, CPU):
+        two = torch.rand(3)
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("run", ["step", "call"])
+def test_recompute_draws_the_same_masks_whatever_mode_and_schedule(tmp_path, run):
+    x = NOISY.inputs()
+    gradients = []
+    for mode in MODES:
+        for schedule in SCHEDULES:
+            _, pipe = both(tmp_path, NOISY, schedule=schedule, checkpoint=mode)
+            torch.manual_seed(11)
+            if run == "step":
+                pipe.step(*x, loss_fn=mean_loss)
+            else:
+                mean_loss(pipe(*x)).backward()
+            gradients.append([p.grad for p in pipe.parameters()])
+    for each in gradients[1:]:
+        assert all(map(same, each, gradients[0]))
+
+
+def test_a_call_takes_one_seed_per_micro_batch_from_torchs_generator(tmp_path):
+    _, pipe = both(tmp_path, NOISY)
+    torch.manual_seed(4)
+    microbatch_seeds(4)
+    expected = torch.get_rng_state()
+    torch.manual_seed(4)
+    pipe(*NOISY.inputs())
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_without_random_stages_and_in_loading_the_generator_is_untouched(tmp_path):
+    before = torch.get_rng_state()
+    with torch.random.fork_rng():
+        _, pipe = both(tmp_path, CHAIN)
+    pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
+    pipe(*CHAIN.inputs())
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,133 @@
+"""To an optimizer, a checkpoint or a dtype change the pipeline is the original model."""
+
+import copy
+
+import pytest
+import torch
+from toys import CHAIN, EARLY, NORMED, TIED, TOYS, both, mean_loss, microbatched_outputs, same
+
+from fxpipe.errors import DeviceError, WeightsError
+from fxpipe.runtime import load
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_names_order_and_values_are_the_originals(tmp_path, name):
+    model, pipe = both(tmp_path, TOYS[name])
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    for kind in ("named_parameters", "named_buffers"):
+        found, expected = getattr(pipe, kind)(), getattr(model, kind)()
+        for (found_name, a), (expected_name, b) in zip(found, expected, strict=True):
+            assert found_name == expected_name
+            assert torch.equal(a, b)
+    assert {n for n, _ in model.named_modules()} >= {n for n, _ in pipe.named_modules()}
+
+
+def test_children_named_as_methods_or_attributes_do_not_collide(tmp_path):
+    _, pipe = both(tmp_path, CHAIN)
+    assert pipe.get_submodule("body").get_parameter("stages.weight").shape == (7, 7)
+    assert callable(pipe.step)
+
+
+def test_optimizers_see_a_tied_parameter_once(tmp_path):
+    model, pipe = both(tmp_path, TIED)
+    assert len(list(pipe.parameters())) == len(list(model.parameters()))
+    assert pipe.head.weight is pipe.embed.weight
+
+
+def test_training_with_an_optimizer_follows_the_plain_model(tmp_path):
+    model, pipe = both(tmp_path, TIED, schedule="1f1b")
+    x = TIED.inputs()
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.01) for module in (model, pipe)]
+    for _ in range(3):
+        expected = mean_loss(model(*x))
+        expected.backward()
+        assert same(pipe.step(*x, loss_fn=mean_loss), expected.detach())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["chain", "tied", "normed"])
+def test_dtype_changes_keep_stages_and_tree_the_same_objects(tmp_path, name):
+    toy = TOYS[name]
+    model, pipe = both(tmp_path, toy)
+    pipe.float().double()
+    model.float().double()
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter.mul_(1.5)
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+        found = pipe(*toy.inputs())
+        expected = torch.cat(microbatched_outputs(toy, model, toy.inputs(), 4, False))
+    assert same(found, expected)
+    for buffer, plain in zip(pipe.buffers(), model.buffers(), strict=True):
+        assert same(buffer.double(), plain.double())
+
+
+@pytest.mark.parametrize("move", [lambda p: p.to("meta"), lambda p: p.cuda()])
+def test_moving_is_refused_with_the_way_out(tmp_path, move):
+    if torch.cuda.is_available():
+        pytest.skip("cuda() would succeed on a machine with one CUDA device")
+    _, pipe = both(tmp_path, CHAIN)
+    with pytest.raises(DeviceError, match="devices="):
+        move(pipe)
+    assert pipe.to("cpu") is pipe
+
+
+def test_train_and_eval_reach_the_stages_also_from_a_part_of_the_tree(tmp_path):
+    _, pipe = both(tmp_path, NORMED)
+    assert pipe.training
+    pipe.bn.eval()
+    before = pipe.bn.running_mean.clone(), pipe.bn2.running_mean.clone()
+    pipe(*NORMED.inputs())
+    assert torch.equal(pipe.bn.running_mean, before[0])
+    assert not torch.equal(pipe.bn2.running_mean, before[1])
+    pipe.eval()
+    after = pipe.bn2.running_mean.clone()
+    pipe(*NORMED.inputs())
+    assert torch.equal(pipe.bn2.running_mean, after)
+
+
+def test_all_that_is_wrong_with_weights_is_told_before_any_is_loaded(tmp_path):
+    model, pipe = both(tmp_path, CHAIN)
+    before = copy.deepcopy(pipe.state_dict())
+    wrong = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    del wrong["first.bias"]
+    wrong["first.weight"] = torch.zeros(2, 2)
+    wrong["other"] = torch.zeros(1)
+    with pytest.raises(WeightsError) as error:
+        pipe.load_state_dict(wrong)
+    for part in ("1 missing: first.bias", "1 unexpected: other", "expected [7, 6], found [2, 2]"):
+        assert part in str(error.value)
+    assert all(torch.equal(before[name], tensor) for name, tensor in pipe.state_dict().items())
+    del wrong["first.weight"]
+    result = pipe.load_state_dict(wrong, strict=False)
+    assert sorted(result.missing_keys) == ["first.bias", "first.weight"]
+
+
+def test_assigned_weights_are_shared_with_the_stages(tmp_path):
+    model, pipe = both(tmp_path, TIED)
+    weights = {name: tensor * 2 for name, tensor in model.state_dict().items()}
+    pipe.load_state_dict(weights, assign=True)
+    model.load_state_dict(weights)
+    assert pipe.head.weight is pipe.embed.weight
+    assert same(pipe(*TIED.inputs()), model(*TIED.inputs()))
+
+
+def test_saved_values_of_buffers_are_loaded(tmp_path):
+    both(tmp_path, NORMED)
+    torch.save({"bn.running_mean": torch.full((8,), 3.0)}, tmp_path / "buffers.pt")
+    pipe = load(tmp_path)
+    assert torch.equal(pipe.bn.running_mean, torch.full((8,), 3.0, dtype=torch.float64))
+
+
+def test_a_copy_is_a_pipeline_of_its_own(tmp_path):
+    _, pipe = both(tmp_path, EARLY)
+    x = EARLY.inputs()
+    pipe.step(*x, loss_fn=mean_loss)
+    other = copy.deepcopy(pipe)
+    other.zero_grad()
+    with torch.no_grad():
+        other.a.weight.zero_()
+    assert not same(other(*x)["aux"], pipe(*x)["aux"])
