@@ -43,7 +43,6 @@ class Body:
     names: Mapping[str, str]
     outputs: Sequence[str]
     dicts: frozenset[str]
-    device: str
     _indent: str = ""
     _grad_mode: object = None
     _folded: dict[fx.Node, str] = field(default_factory=dict)
@@ -51,7 +50,7 @@ class Body:
 
     def lines(self) -> Iterator[Line]:
         """All lines but the final return."""
-        uses = Counter(value.name for node in self.nodes for value in _reads(node))
+        uses = Counter(value.name for node in self.nodes for value in reads(node))
         uses.update(self.outputs)
         for (module, heading), group in groupby(self.nodes, key=self._heading):
             members = list(group)
@@ -59,7 +58,7 @@ class Body:
                 yield Line()
                 yield Line(self._indent, heading)
             yield from self._shorten(module, members)
-            writer = Writer(self._value, self._path, self.device)
+            writer = Writer(self._value, self._path)
             for node, after in zip(members, [*members[1:], None], strict=True):
                 if self._is_region(node):
                     yield from self._region(node, writer)
@@ -116,7 +115,7 @@ class Body:
 
         So ops are run in the order of the graph, and random numbers drawn in it.
         """
-        alone = uses[node.name] == 1 and list(_reads(after)).count(node) == 1
+        alone = uses[node.name] == 1 and list(reads(after)).count(node) == 1
         if not alone or is_statement(node) or is_statement(after) or self._is_region(after):
             return False
         folded = dict(self._folded)
@@ -145,9 +144,7 @@ class Body:
             _, dtype, enabled, cache = node.args
             settings = f"dtype={writer.argument(dtype)}, enabled={enabled}"
             cached = "" if cache is None else f", cache_enabled={cache}"
-            yield Line(
-                f"{self._indent}with torch.autocast({self.device}.type, {settings}{cached}):"
-            )
+            yield Line(f"{self._indent}with torch.autocast(device.type, {settings}{cached}):")
             self._indent += "    "
         elif node.target is torch.amp.autocast_mode._exit_autocast:
             self._indent = self._indent[4:]
@@ -160,7 +157,15 @@ class Body:
             self._indent, self._grad_mode = self._indent[4:], None
 
 
-def _reads(node: fx.Node) -> Iterator[fx.Node]:
+def names_device(node: fx.Node) -> bool:
+    """Whether the line of `node` names the stage's device."""
+    found: list[object] = []
+    fx.node.map_aggregate((node.args, node.kwargs), found.append)
+    opens_autocast = node.target is torch.amp.autocast_mode._enter_autocast
+    return opens_autocast or any(isinstance(value, torch.device) for value in found)
+
+
+def reads(node: fx.Node) -> Iterator[fx.Node]:
     """The arguments of `node` that are values, each as often as it stands there."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
@@ -169,5 +174,5 @@ def _reads(node: fx.Node) -> Iterator[fx.Node]:
 
 def _paths(node: fx.Node) -> list[str]:
     """The module paths and state names that `node` uses."""
-    names = [str(used.target) for used in _reads(node) if used.op == "get_attr"]
+    names = [str(used.target) for used in reads(node) if used.op == "get_attr"]
     return [*names, str(node.target)] if node.op == "call_module" else names

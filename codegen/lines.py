@@ -63,11 +63,10 @@ _NAMESPACES: tuple[tuple[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes ops of one stage, given the text of a value, of a module path and of its device."""
+    """Writes ops of one stage, given the text of a value and of a module path."""
 
     value: Callable[[fx.Node], str]
     module: Callable[[str], str]
-    device: str
 
     def statement(self, node: fx.Node, variable: str, wanted: bool) -> str:
         """`node` as lines that leave its result in `variable`, if it is wanted."""
@@ -112,7 +111,7 @@ class Writer:
         if isinstance(value, torch.dtype | torch.memory_format | torch.layout):
             return str(value)
         if isinstance(value, torch.device):
-            return self.device
+            return "device"
         if isinstance(value, slice):
             return f"slice({', '.join(map(self.argument, (value.start, value.stop, value.step)))})"
         if isinstance(value, list):
@@ -198,6 +197,8 @@ def function_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return f"torch.ops.{target.namespace}.{target._opname}.{target._overloadname}"
     found = _public_names().get(id(target))
+    if found is None and getattr(torch._C._nn, str(target.__name__), None) is target:
+        found = f"F.{target.__name__}"  # what the function of that name calls
     if found is None:
         raise CaptureError(f"an op calls {target!r}, which has no public name to write it by")
     return found

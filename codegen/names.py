@@ -7,7 +7,18 @@ from collections.abc import Container, Iterable, Sequence
 
 from torch import fx
 
-_TAKEN = {*dir(builtins), *keyword.kwlist, "self", "torch", "nn", "F", "Tensor", "batch"}
+_TAKEN = {
+    *dir(builtins),
+    *keyword.kwlist,
+    "self",
+    "torch",
+    "nn",
+    "F",
+    "Tensor",
+    "batch",
+    "dtype",
+    "device",
+}
 
 
 def local_names(

@@ -1,14 +1,15 @@
 """One stage as a module: what its template lays out, line by line."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from fxpipe.codegen.body import Body, Line
+from fxpipe.codegen.body import Body, Line, names_device, reads
 from fxpipe.codegen.constructor import Constructor, construct
-from fxpipe.codegen.names import local_names, plain
+from fxpipe.codegen.names import local_names, path, plain
+from fxpipe.interpret import DTYPE
 from fxpipe.ir import Capture, Port, StageWiring
 
 
@@ -30,10 +31,8 @@ def stage_file(capture: Capture, wiring: StageWiring, j: int, n: int) -> StageFi
     names = local_names(nodes, [port.value for port in wiring.inputs], wiring.outputs)
     parameters = tuple(names[port.value] for port in wiring.inputs)
 
-    device = f"{parameters[0]}.device" if parameters else 'torch.device("cpu")'
-    _, *body = Body(capture, nodes, names, wiring.outputs, made.dicts, device).lines()
-    if _uses_batch(capture, nodes):
-        body.insert(0, Line(f"batch = {_batch(capture, wiring.inputs, names)}"))
+    _, *lines = Body(capture, nodes, names, wiring.outputs, made.dicts).lines()
+    body = [*_opening(capture, nodes, wiring.inputs, names, made), *lines]
     results = [names[value] for value in wiring.outputs]
     body.append(Line(f"return {', '.join(results) or '()'}"))
     code = "\n".join([*made.lines, *(line.code for line in body)])
@@ -56,12 +55,35 @@ def stage_file(capture: Capture, wiring: StageWiring, j: int, n: int) -> StageFi
     return StageFile(fields, parameters, made)
 
 
-def _uses_batch(capture: Capture, nodes: Sequence[fx.Node]) -> bool:
-    return any(
-        "batch" in capture.literals.get(used.name, "")
-        for node in nodes
-        for used in node.all_input_nodes
-    )
+def _opening(
+    capture: Capture,
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[Port],
+    names: dict[str, str],
+    made: Constructor,
+) -> Iterator[Line]:
+    """What the ops need to know of the inputs: batch size, dtype, device."""
+    literals = {capture.literals.get(v.name, "") for node in nodes for v in reads(node)}
+    if any("batch" in text for text in literals):
+        yield Line(f"batch = {_batch(capture, inputs, names)}")
+    if DTYPE in literals:
+        yield Line(f"dtype = {_dtype(capture, inputs, names, made)}")
+    if any(names_device(node) for node in nodes):
+        given = f"{names[inputs[0].value]}.device" if inputs else 'torch.device("cpu")'
+        yield Line(f"device = {given}")
+
+
+def _dtype(
+    capture: Capture, inputs: Sequence[Port], names: dict[str, str], made: Constructor
+) -> str:
+    """The model's own dtype, read off a parameter of the stage or else off an input."""
+    for name in made.parameters:
+        if capture.state[name].is_floating_point():
+            return f"{path(name, made.dicts)}.dtype"
+    for port in inputs:
+        if capture.specs[port.value].torch_dtype.is_floating_point:
+            return f"{names[port.value]}.dtype"
+    return "torch.get_default_dtype()"
 
 
 def _batch(capture: Capture, inputs: Sequence[Port], names: dict[str, str]) -> str:

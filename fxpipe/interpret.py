@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-TRAINING = "training"  # the name under which a graph reads whether it runs in train mode
+# The names under which a graph reads whether it runs in train mode, and the model's own dtype.
+TRAINING = "training"
+DTYPE = "dtype"
 
 Compute = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 Hook = Callable[[fx.Node, Compute, tuple[Any, ...], dict[str, Any]], Any]
@@ -76,3 +78,9 @@ def untouched(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
             state[name].data.copy_(before)
         for module, mode in modes:
             module.training = mode
+
+
+def model_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of the first floating parameter."""
+    floating = (p.dtype for p in model.parameters() if p.is_floating_point())
+    return next(floating, torch.get_default_dtype())

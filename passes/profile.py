@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxpipe.errors import InputError
-from fxpipe.interpret import TRAINING, Compute, run_graph, untouched
+from fxpipe.interpret import DTYPE, TRAINING, Compute, model_dtype, run_graph, untouched
 from fxpipe.ir import Capture, OpCost, Profile
 from fxpipe.machine import capacity_bytes, measure_link
 from fxpipe.runtime.stream import synchronize, threads_per_lane
@@ -70,7 +70,8 @@ def profile(
         with untouched(model, capture.state):
             model.train()
             meter = _Meter(capture, device)
-            state = _Moved({**capture.state, TRAINING: True}, device)
+            attributes = {**capture.state, TRAINING: True, DTYPE: model_dtype(model)}
+            state = _Moved(attributes, device)
             modules = _Moved(capture.modules, device)
             run_graph(capture.graph, modules, state, [t.to(device) for t in given], meter)
     finally:

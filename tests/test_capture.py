@@ -54,6 +54,22 @@ def test_attention_dropout_is_zero_in_eval():
     assert captured.checked == "train and eval"
 
 
+def test_the_models_own_dtype_stays_open_and_a_written_one_does_not():
+    class Casts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            x = self.layer(x)
+            return torch.zeros(3, dtype=x.dtype) + x.to(torch.float32)
+
+    captured = capture(Casts(), (torch.randn(4, 3),), {})
+    zeros, to = (n for n in captured.graph.nodes if n.target in (torch.zeros, "to"))
+    assert captured.literals[zeros.kwargs["dtype"].name] == "dtype"
+    assert to.args[1] == torch.float32
+
+
 def test_a_path_taken_in_train_mode_only_is_told():
     class Noisy(nn.Module):
         def forward(self, x):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.capture.check import compare, observe_run, refuse_new_buffers
+from fxpipe.capture.dtypes import free_dtypes
 from fxpipe.capture.dynamo import FlatModel, dynamo_graph, user_place
 from fxpipe.capture.graph import own_graph
 from fxpipe.capture.names import model_names
@@ -17,7 +18,7 @@ from fxpipe.capture.observe import Observer
 from fxpipe.capture.stock_calls import call_stock_modules
 from fxpipe.capture.training import free_training_flags
 from fxpipe.errors import CaptureError, InputError
-from fxpipe.interpret import TRAINING, Hook, plainly, run_graph, untouched
+from fxpipe.interpret import DTYPE, TRAINING, Hook, model_dtype, plainly, run_graph, untouched
 from fxpipe.ir import Capture, Input, Op
 from fxpipe.runtime.manifest import TensorSpec
 from fxpipe.runtime.structure import Structure, describe, rebuild
@@ -46,7 +47,9 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         refuse_new_buffers(model, before)
         flat = FlatModel(model, input_structure, output_structure)
         inputs = _input_names(input_structure, len(tensors))
-        graph = own_graph(dynamo_graph(flat, tensors, batched), names, inputs)
+        found = dynamo_graph(flat, tensors, batched)
+        free_dtypes(found, flat, tensors, lambda other, wider: dynamo_graph(other, wider, batched))
+        graph = own_graph(found, names, inputs)
     modules = call_stock_modules(graph, model)
     free_training_flags(graph)
     other = _rows(tensors, batched, [*range(len(tensors[0])), 0]) if any(batched) else tensors
@@ -166,9 +169,11 @@ def _check(
 ) -> tuple[dict[str, Op], str]:
     """Run graph and model side by side; what the ops did, and what agreed, in words."""
     observer = Observer(modules, state)
+    dtype = model_dtype(flat)
 
     def run(training: bool, hook: Hook) -> list[Tensor]:
-        return run_graph(graph, modules, {**state, TRAINING: training}, _copies(inputs), hook)
+        attributes = {**state, TRAINING: training, DTYPE: dtype}
+        return run_graph(graph, modules, attributes, _copies(inputs), hook)
 
     try:
         expected = observe_run(lambda: flat(*_copies(inputs)), flat, state, training=True)

@@ -12,7 +12,7 @@ from fxpipe.errors import CaptureError
 
 graph = fx.Graph()
 x, y = graph.placeholder("x"), graph.placeholder("y")
-writer = Writer(lambda node: node.name, lambda name: f"self.{name}", "x.device")
+writer = Writer(lambda node: node.name, lambda name: f"self.{name}")
 
 
 def call(target, *args, **kwargs):
@@ -34,11 +34,12 @@ def call(target, *args, **kwargs):
         (call(torch.cat, [x, y], dim=1), "torch.cat([x, y], dim=1)"),
         (
             call(torch.zeros, (2, 3), device=torch.device("cpu")),
-            "torch.zeros((2, 3), device=x.device)",
+            "torch.zeros((2, 3), device=device)",
         ),
         (call(torch.full, (2,), float("-inf")), 'torch.full((2,), float("-inf"))'),
         (call(torch.arange, 3, dtype=torch.int64), "torch.arange(3, dtype=torch.int64)"),
         (call(torch._C._nn.linear, x, y, None), "F.linear(x, y, None)"),
+        (call(torch._C._nn.pad, x, (0, 1)), "F.pad(x, (0, 1))"),
         (call(F.dropout, x, 0.5, True, False), "F.dropout(x)"),
         (call(F.dropout, x, 0.1, y, False), "F.dropout(x, p=0.1, training=y)"),
         (call(F.embedding, x, y, None, None, 2.0, False, False), "F.embedding(x, y)"),
@@ -54,7 +55,7 @@ def test_expressions(node, text):
 
 
 def test_expressions_nest_with_parentheses_where_they_are_needed():
-    nested = Writer(lambda node: "a + b" if node is x else node.name, str, "x.device")
+    nested = Writer(lambda node: "a + b" if node is x else node.name, str)
     assert nested.expression(call(operator.mul, x, y)) == "(a + b) * y"
     assert nested.expression(graph.call_method("sum", (x,))) == "(a + b).sum()"
     assert nested.expression(call(torch.relu, x)) == "torch.relu(a + b)"
