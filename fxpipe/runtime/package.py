@@ -79,7 +79,7 @@ def _schedule(folder: Path, manifest: Manifest, broken: list[str]) -> Schedule:
 
 
 def _port_rules(manifest: Manifest) -> Iterator[str]:
-    """What is wrong with devices, and with where stages and outputs get their values from."""
+    """What is wrong with devices, with ties, and with where stages get their values from."""
     made = {-1: {spec.value for spec in manifest.inputs}}
     for j, stage in enumerate(manifest.stages):
         where = f"plan.json: stage {j}"
@@ -99,6 +99,10 @@ def _port_rules(manifest: Manifest) -> Iterator[str]:
         source = -1 if output.stage is None else output.stage
         if output.value not in made.get(source, ()):
             yield f"plan.json: output {output.value!r} is not made by {_who(output.stage)}"
+    names = {state.name for state in manifest.state}
+    for state in manifest.state:
+        if state.alias_of is not None and state.alias_of not in names:
+            yield f"plan.json: {state.name!r} is tied to {state.alias_of!r}, which is not in state"
 
 
 def _who(stage: int | None) -> str:

@@ -80,6 +80,10 @@ BROKEN = {
         lambda d: _plan(d, lambda p: p["stages"][2].update(checkpoint="often")),
         "checkpoint 'often'",
     ),
+    "a tie to nothing": (
+        lambda d: _plan(d, lambda p: p["state"][1].update(alias_of="z")),
+        "'first.bias' is tied to 'z', which is not in state",
+    ),
     "a buffer of another shape": (
         lambda d: torch.save({"first.bias": torch.zeros(2)}, d / "buffers.pt"),
         "buffers.pt: 'first.bias' has shape (2,), plan.json says (7,)",
