@@ -197,8 +197,9 @@ def function_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return f"torch.ops.{target.namespace}.{target._opname}.{target._overloadname}"
     found = _public_names().get(id(target))
-    if found is None and getattr(torch._C._nn, str(target.__name__), None) is target:
-        found = f"F.{target.__name__}"  # what the function of that name calls
+    name = str(getattr(target, "__name__", ""))
+    if found is None and getattr(torch._C._nn, name, None) is target:
+        found = f"F.{name}"  # what the public function of that name calls
     if found is None:
         raise CaptureError(f"an op calls {target!r}, which has no public name to write it by")
     return found

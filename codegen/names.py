@@ -7,18 +7,8 @@ from collections.abc import Container, Iterable, Sequence
 
 from torch import fx
 
-_TAKEN = {
-    *dir(builtins),
-    *keyword.kwlist,
-    "self",
-    "torch",
-    "nn",
-    "F",
-    "Tensor",
-    "batch",
-    "dtype",
-    "device",
-}
+_OURS = {"self", "torch", "nn", "F", "Tensor", "batch", "dtype", "device"}
+_TAKEN = {*dir(builtins), *keyword.kwlist, *_OURS}
 
 
 def local_names(

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.capture.check import compare, observe_run, refuse_new_buffers
-from fxpipe.capture.dtypes import free_dtypes
 from fxpipe.capture.dynamo import FlatModel, dynamo_graph, user_place
 from fxpipe.capture.graph import own_graph
+from fxpipe.capture.modes import free_modes
 from fxpipe.capture.names import model_names
 from fxpipe.capture.observe import Observer
 from fxpipe.capture.stock_calls import call_stock_modules
-from fxpipe.capture.training import free_training_flags
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.interpret import DTYPE, TRAINING, Hook, model_dtype, plainly, run_graph, untouched
 from fxpipe.ir import Capture, Input, Op
@@ -47,11 +46,16 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         refuse_new_buffers(model, before)
         flat = FlatModel(model, input_structure, output_structure)
         inputs = _input_names(input_structure, len(tensors))
-        found = dynamo_graph(flat, tensors, batched)
-        free_dtypes(found, flat, tensors, lambda other, wider: dynamo_graph(other, wider, batched))
-        graph = own_graph(found, names, inputs)
-    modules = call_stock_modules(graph, model)
-    free_training_flags(graph)
+
+        def trace(
+            flat: FlatModel, tensors: Sequence[Tensor]
+        ) -> tuple[fx.Graph, dict[str, nn.Module]]:
+            own_names = names if flat.model is model else model_names(flat.model)
+            graph = own_graph(dynamo_graph(flat, tensors, batched), own_names, inputs)
+            return graph, call_stock_modules(graph, flat.model)
+
+        graph, modules = trace(flat, tensors)
+        free_modes(graph, flat, tensors, lambda *given: trace(*given)[0])
     other = _rows(tensors, batched, [*range(len(tensors[0])), 0]) if any(batched) else tensors
     ops, checked = _check(flat, graph, modules, names.state, other)
     _drop_dead(graph, ops)

@@ -33,7 +33,7 @@ class FlatModel(nn.Module):
         return tensors_of(self.outputs, self.model(**rebuild(self.inputs, tensors)))
 
 
-def dynamo_graph(model: FlatModel, tensors: Sequence[Tensor], batched: Sequence[bool]) -> fx.Graph:
+def dynamo_graph(model: nn.Module, tensors: Sequence[Tensor], batched: Sequence[bool]) -> fx.Graph:
     """The torch-level graph of `model`, dimension 0 of all batched tensors one symbol.
 
     Returns the graph inside its GraphModule (`graph.owning_module`), which holds the model's own

@@ -10,7 +10,6 @@ from torch.fx.node import Argument, Target
 from fxpipe.capture.dynamo import parse_stack, user_frame
 from fxpipe.capture.names import ModelNames
 from fxpipe.errors import CaptureError
-from fxpipe.interpret import DTYPE
 from fxpipe.ir import SourceLine
 
 _CHECKPOINT: Target = torch.ops.higher_order.tag_activation_checkpoint
@@ -59,10 +58,7 @@ class _Builder:
         for node in found.nodes:
             if node.op == "output":
                 return [self.values[value] for value in node.args[0]]
-            if node.op == "get_attr" and node.target == DTYPE:
-                self.values[node] = self.graph.get_attr(DTYPE)
-                self.values[node].meta["text"] = DTYPE
-            elif node.op == "get_attr":
+            if node.op == "get_attr":
                 self.values[node] = _attribute(owner, str(node.target))
             elif node.op != "placeholder" and node.target not in _SKIPPED:
                 self.values[node] = self._call(node)
