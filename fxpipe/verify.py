@@ -17,6 +17,7 @@ from fxpipe.difference import Difference, compare
 from fxpipe.errors import InputError
 from fxpipe.runtime import Pipeline, load
 from fxpipe.runtime.manifest import Manifest, TensorSpec
+from fxpipe.runtime.microbatch import refuse_unmergeable
 from fxpipe.runtime.random import microbatch_seeds
 from fxpipe.runtime.structure import describe, rebuild
 from fxpipe.target import Target
@@ -58,6 +59,7 @@ def verify(
     torch_dtype = getattr(torch, dtype)
     plain = target.build().to(torch_dtype)
     pipe = load(package).to(torch_dtype)
+    refuse_unmergeable(pipe.manifest)
     rows = pipe.manifest.batch if batch is None else batch
     case = _case(target, pipe.manifest, rows, torch_dtype)
     start = copy.deepcopy(plain.state_dict())

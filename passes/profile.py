@@ -73,7 +73,14 @@ def profile(
             attributes = {**capture.state, TRAINING: True, DTYPE: model_dtype(model)}
             state = _Moved(attributes, device)
             modules = _Moved(capture.modules, device)
-            run_graph(capture.graph, modules, state, [t.to(device) for t in given], meter)
+            try:
+                run_graph(capture.graph, modules, state, [t.to(device) for t in given], meter)
+            except (RuntimeError, ValueError) as error:
+                raise InputError(
+                    f"{capture.model_name} fails on a micro-batch of {rows // n_microbatches} "
+                    f"rows, though not on the whole batch of {rows}: use fewer micro-batches or a "
+                    f"larger batch\n{type(error).__name__}: {error}"
+                ) from error
     finally:
         torch.set_num_threads(threads)
     return Profile(

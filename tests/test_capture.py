@@ -131,6 +131,15 @@ def test_the_model_is_left_as_it_was():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_what_a_forward_prints_is_no_hindrance(capsys):
+    class Talks(models.Chain):
+        def forward(self, x):
+            print("hello")
+            return self.layers(x)
+
+    capture(Talks(), (torch.randn(4, 6),), {})
+
+
 def test_checkpoint_regions_are_opened():
     class Checkpointed(models.Chain):
         def forward(self, x):

@@ -6,6 +6,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,6 +18,10 @@ from fxpipe.runtime.structure import Structure, rebuild, tensors_of
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
+_SETTINGS: dict[str, Any] = {
+    "allow_rnn": True,
+    "ignore_logging_functions": {print, warnings.warn, logging.Logger.warning},
+}
 
 
 class FlatModel(nn.Module):
@@ -66,7 +71,7 @@ def dynamo_graph(model: nn.Module, tensors: Sequence[Tensor], batched: Sequence[
     level = guards.level
     guards.setLevel(logging.CRITICAL)
     try:
-        with torch._dynamo.config.patch(allow_rnn=True), warnings.catch_warnings():
+        with torch._dynamo.config.patch(_SETTINGS), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what tracing got wrong, the numeric check finds
             module = _dynamo_graph_capture_for_export(OneBatch())(*tensors)
     except ConstraintViolationError as error:

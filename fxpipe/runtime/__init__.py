@@ -2,5 +2,6 @@
 
 from fxpipe.runtime.package import load
 from fxpipe.runtime.pipeline import Pipeline
+from fxpipe.runtime.stream import Devices
 
-__all__ = ["Pipeline", "load"]
+__all__ = ["Devices", "Pipeline", "load"]

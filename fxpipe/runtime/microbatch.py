@@ -84,6 +84,18 @@ def scatter(
     return pieces
 
 
+def refuse_unmergeable(manifest: Manifest) -> None:
+    """Raise InputError if an output can't be put together from those of several micro-batches."""
+    for output in manifest.outputs:
+        grows = sum("batch" in str(size) for size in output.spec.shape)
+        if grows > 1 and manifest.microbatches > 1:
+            raise InputError(
+                f"output {output.value!r} {output.spec} compares all rows of the batch with each "
+                f"other, which {manifest.microbatches} micro-batches don't see: train with step(), "
+                "whose loss_fn gets each micro-batch's, or compile with --microbatches 1"
+            )
+
+
 def gather(output: OutputSpec, pieces: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     """The batch's output from the micro-batches'.
 

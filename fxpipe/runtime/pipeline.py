@@ -77,6 +77,7 @@ class Pipeline(nn.Module):
         dimension; without one, floats are averaged, weighted by rows, as is right for a mean loss,
         and of others the last micro-batch's is given. Raises InputError, StageError.
         """
+        microbatch.refuse_unmergeable(self._manifest)
         inputs, rows, call = self._begin(args, kwargs)
         with ties.copied(self._state.ties, self._state.parameters(self)) as copies:
             clock = Clock(call, copies)
@@ -174,6 +175,11 @@ class Pipeline(nn.Module):
         self, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> tuple[list[Tensor], list[int], Call]:
         """The call's tensors, its micro-batches' rows, and what its lanes share."""
+        if not self.training and self._manifest.checked == "train":
+            raise InputError(
+                f"{self._manifest.model} takes another path in eval mode, which this pipeline does "
+                "not have: evaluate the original model with this one's state_dict()"
+            )
         inputs = microbatch.bind(self._manifest, args, kwargs)
         rows = microbatch.rows_of(self._manifest, inputs)
         if self._workers is None:

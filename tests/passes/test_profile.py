@@ -1,9 +1,11 @@
 """Profile: ops of one signature are measured once; saved storages are those of torch itself."""
 
 import models
+import pytest
 import torch
 
 from fxpipe.capture import capture
+from fxpipe.errors import InputError
 from fxpipe.passes.profile import profile
 from fxpipe.runtime.stream import parse_devices
 
@@ -58,6 +60,12 @@ def test_costs_are_of_one_microbatch():
     _, found = measured(models.Chain(), torch.randn(9, 6), m=2)
     assert found.batch == 5
     assert list(found.costs.values())[2].saved == (("input_2", 5 * 6 * 4),)
+
+
+def test_a_microbatch_that_the_model_refuses_is_told():
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6))
+    with pytest.raises(InputError, match=r"micro-batch of 1 rows.*fewer micro-batches"):
+        measured(model, torch.randn(2, 6), m=2)
 
 
 def test_measuring_leaves_buffers_alone():
