@@ -14,6 +14,7 @@ from torch import fx
 
 from fxpipe.codegen.lines import Writer, is_statement
 from fxpipe.codegen.names import path, plain
+from fxpipe.interpret import MODE
 from fxpipe.ir import Capture
 
 _WIDTH = 80  # columns that ruff leaves to a line in a method
@@ -45,6 +46,7 @@ class Body:
     dicts: frozenset[str]
     _indent: str = ""
     _grad_mode: object = None
+    _mode: bool | None = None
     _folded: dict[fx.Node, str] = field(default_factory=dict)
     _short: dict[str, str] = field(default_factory=dict)
 
@@ -52,11 +54,15 @@ class Body:
         """All lines but the final return."""
         uses = Counter(value.name for node in self.nodes for value in reads(node))
         uses.update(self.outputs)
-        for (module, heading), group in groupby(self.nodes, key=self._heading):
+        above = ""
+        for (mode, module, heading), group in groupby(self.nodes, key=self._heading):
             members = list(group)
-            if heading:
+            said, above = above == heading, heading
+            if not said or (self._mode is None and mode is not None):
                 yield Line()
-                yield Line(self._indent, heading)
+            if not said:
+                yield Line("", heading)
+            yield from self._branch(mode)
             yield from self._shorten(module, members)
             writer = Writer(self._value, self._path)
             for node, after in zip(members, [*members[1:], None], strict=True):
@@ -67,14 +73,33 @@ class Body:
                 else:
                     yield from self._write(node, writer, wanted=uses[node.name] > 0)
 
-    def _heading(self, node: fx.Node) -> tuple[str, str]:
-        """The module whose forward has the line, and the line."""
+    def _heading(self, node: fx.Node) -> tuple[bool | None, str, str]:
+        """The mode that the line is of, the module whose forward has it, and the line."""
+        mode = node.meta.get(MODE)
         op = self.capture.ops[node.name]
         module = op.module.rpartition(".")[0] if node.op == "call_module" else op.module
         if op.source is None:
-            return module, plain(module)
+            return mode, module, plain(module)
         where = f"{op.source.file}:{op.source.line}"
-        return module, plain(" | ".join(part for part in (module, where, op.source.text) if part))
+        return (
+            mode,
+            module,
+            plain(" | ".join(part for part in (module, where, op.source.text) if part)),
+        )
+
+    def _branch(self, mode: bool | None) -> Iterator[Line]:
+        """What only one mode runs stands below an `if`."""
+        if mode is self._mode:
+            return
+        if self._mode is not None:
+            self._indent = self._indent[4:]
+        if mode is not None:
+            other = "else:" if self._mode is not None else None
+            condition = "self.training" if mode else "not self.training"
+            yield Line(self._indent + (other or f"if {condition}:"))
+            self._indent += "    "
+            self._short = {}  # variables of one branch are unknown to the other
+        self._mode = mode
 
     def _shorten(self, module: str, members: Sequence[fx.Node]) -> Iterator[Line]:
         """A variable for the module, if the group names it more than once and it is a long name."""

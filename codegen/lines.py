@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from fxpipe.errors import CaptureError
+from fxpipe.interpret import by_mode
 
 _INFIX: dict[Any, str] = {
     operator.add: "+",
@@ -94,6 +95,9 @@ class Writer:
             return f"{_PREFIX[target]}{self._operand(node.args[0])}"
         if target is operator.getitem:
             return f"{self._operand(node.args[0])}[{self._index(node.args[1])}]"
+        if target is by_mode:
+            in_training, in_evaluation = (self.argument(arg) for arg in node.args)
+            return f"{in_training} if self.training else {in_evaluation}"
         if target is getattr:
             return f"{self._operand(node.args[0])}.{node.args[1]}"
         return f"{function_name(target)}({self._arguments(*_named(node))})"
@@ -154,7 +158,7 @@ class Writer:
 
 def is_statement(node: fx.Node) -> bool:
     """Whether the op is written as a statement, so that it can't stand inside an expression."""
-    return node.target in _INPLACE or node.target is operator.setitem
+    return node.target in _INPLACE or node.target in (operator.setitem, by_mode)
 
 
 def _named(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:

@@ -10,9 +10,23 @@ from torch import Tensor, fx, nn
 # The names under which a graph reads whether it runs in train mode, and the model's own dtype.
 TRAINING = "training"
 DTYPE = "dtype"
+# Keys of a node's meta: whether only train mode (True) or only eval mode (False) runs it, and with
+# which others it stands where the modes part.
+MODE = "mode"
+HUNK = "hunk"
 
 Compute = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 Hook = Callable[[fx.Node, Compute, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def when_training(training: bool, probability: float) -> float:
+    """The dropout probability in force."""
+    return probability if training else 0.0
+
+
+def by_mode(in_training: Any, in_evaluation: Any) -> Any:
+    """Stands in a graph for the first value in train mode and for the second in eval mode."""
+    raise AssertionError("run_graph picks the value, since only one of them is computed")
 
 
 def plainly(node: fx.Node, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -33,11 +47,16 @@ def run_graph(
     """
     values: dict[fx.Node, Any] = {}
     given = iter(inputs)
+    training = state.get(TRAINING, True)
     for node in graph.nodes:
         if node.op == "placeholder":
             values[node] = next(given)
         elif node.op == "get_attr":
             values[node] = state[str(node.target)]
+        elif node.meta.get(MODE, training) != training:
+            continue
+        elif node.target is by_mode:
+            values[node] = values[node.all_input_nodes[0 if training else 1]]
         elif node.op == "output":
             return list(fx.map_arg(node.args[0], values.__getitem__))
         else:
@@ -46,7 +65,7 @@ def run_graph(
             values[node] = hook(node, _compute(node, modules), args, kwargs)
         for used in node.all_input_nodes:
             if used.op != "get_attr" and not any(user > node for user in used.users):
-                del values[used]
+                values.pop(used, None)
     raise AssertionError("a graph ends in an output")
 
 

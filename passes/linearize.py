@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.errors import CaptureError
-from fxpipe.ir import Block, Capture, Chain, Profile, Value
+from fxpipe.interpret import HUNK
+from fxpipe.ir import Block, Capture, Chain, OpCost, Profile, Value
 
 
 def linearize(capture: Capture, profile: Profile) -> Chain:
@@ -89,6 +90,12 @@ def _inseparable(capture: Capture) -> "nx.utils.UnionFind[str]":
             writes = [k for k, name in enumerate(touching) if storage in capture.ops[name].mutates]
             touching = touching[: writes[-1] + 1]
         together.union(*touching)
+    hunks: dict[int, list[str]] = {}
+    for node in _nodes(capture):
+        if HUNK in node.meta:
+            hunks.setdefault(node.meta[HUNK], []).append(node.name)
+    for names in hunks.values():
+        together.union(*names)
     for region in _regions(_nodes(capture)):
         together.union(*(node.name for node in region))
     return together
@@ -151,7 +158,8 @@ def _chain(capture: Capture, profile: Profile, blocks: Sequence[Sequence[str]]) 
 
 
 def _block(capture: Capture, profile: Profile, nodes: Sequence[fx.Node]) -> Block:
-    costs = [profile.costs[node.name] for node in nodes]
+    free = OpCost(0.0, 0.0)  # what eval mode alone runs costs a training step nothing
+    costs = [profile.costs.get(node.name, free) for node in nodes]
     state: dict[str, Tensor] = {}
     for node in nodes:
         names = [_storage(capture, used) for used in node.all_input_nodes if used.op == "get_attr"]

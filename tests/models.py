@@ -99,3 +99,21 @@ class Structured(nn.Module):
             hidden = -hidden
         hidden[:, 0] = 0
         return Answer(self.b(hidden), (hidden, None))
+
+
+class Paths(nn.Module):
+    """Stochastic depth, a branch on the mode, and ops that one mode alone runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 6)
+        self.c = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if self.training:
+            y = y * (torch.rand(y.size(0), 1, dtype=y.dtype) > 0.25) / 0.75
+        x = x + y
+        x = x + self.b(x) if self.training else x - self.b(x).relu()
+        return self.c(x)

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from fxpipe.capture import capture
 from fxpipe.errors import CaptureError, InputError
+from fxpipe.interpret import by_mode
 
 
 def targets(captured):
@@ -70,12 +71,22 @@ def test_the_models_own_dtype_stays_open_and_a_written_one_does_not():
     assert to.args[1] == torch.float32
 
 
-def test_a_path_taken_in_train_mode_only_is_told():
-    class Noisy(nn.Module):
-        def forward(self, x):
-            return x * 2 if self.training else x * 3
+def test_ops_that_one_mode_alone_runs_are_marked_with_it():
+    captured = capture(models.Paths(), (torch.randn(4, 6),), {})
+    assert captured.checked == "train and eval"
+    modes = {op: node.meta.get("mode") for node in captured.graph.nodes for op in [node.name]}
+    assert modes["rand"] is True
+    assert modes["relu"] is False
+    assert [node.target for node in captured.graph.nodes].count(by_mode) == 2
 
-    assert capture(Noisy(), (torch.randn(4, 3),), {}).checked == "train"
+
+def test_another_output_in_eval_mode_is_told():
+    class Auxiliary(models.Chain):
+        def forward(self, x):
+            y = self.layers(x)
+            return (y, y * 2) if self.training else y
+
+    assert capture(Auxiliary(), (torch.randn(4, 6),), {}).checked == "train"
 
 
 def test_what_ops_write_and_draw_is_seen_on_real_data():

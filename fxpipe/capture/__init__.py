@@ -4,17 +4,18 @@ import hashlib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.capture.check import compare, observe_run, refuse_new_buffers
+from fxpipe.capture.check import Result, compare, observe_run, refuse_new_buffers
 from fxpipe.capture.dynamo import FlatModel, dynamo_graph, user_place
 from fxpipe.capture.graph import own_graph
-from fxpipe.capture.modes import free_modes
+from fxpipe.capture.modes import depends_on_mode, merge_modes
 from fxpipe.capture.names import model_names
-from fxpipe.capture.observe import Observer
+from fxpipe.capture.observe import Observer, merge_ops
 from fxpipe.capture.stock_calls import call_stock_modules
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.interpret import DTYPE, TRAINING, Hook, model_dtype, plainly, run_graph, untouched
@@ -55,9 +56,12 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             return graph, call_stock_modules(graph, flat.model)
 
         graph, modules = trace(flat, tensors)
-        free_modes(graph, flat, tensors, lambda *given: trace(*given)[0])
     other = _rows(tensors, batched, [*range(len(tensors[0])), 0]) if any(batched) else tensors
-    ops, checked = _check(flat, graph, modules, names.state, other)
+    check = _Check(flat, graph, modules, names.state, other)
+    if depends_on_mode(graph, model_dtype(model)) or not check.agrees_in_eval_mode():
+        with untouched(model, names.state):
+            modules.update(merge_modes(graph, flat, tensors, trace))
+    ops, checked = check.run()
     _drop_dead(graph, ops)
     literals, specs = _describe_values(graph)
     found = {name: op for name, op in ops.items() if name in specs or name not in literals}
@@ -164,40 +168,60 @@ def _input_names(structure: Structure, count: int) -> list[str]:
     return names
 
 
-def _check(
-    flat: FlatModel,
-    graph: fx.Graph,
-    modules: Mapping[str, nn.Module],
-    state: Mapping[str, Tensor],
-    inputs: Sequence[Tensor],
-) -> tuple[dict[str, Op], str]:
-    """Run graph and model side by side; what the ops did, and what agreed, in words."""
-    observer = Observer(modules, state)
-    dtype = model_dtype(flat)
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """Runs graph and model side by side on `inputs`."""
 
-    def run(training: bool, hook: Hook) -> list[Tensor]:
-        attributes = {**state, TRAINING: training, DTYPE: dtype}
-        return run_graph(graph, modules, attributes, _copies(inputs), hook)
+    flat: FlatModel
+    graph: fx.Graph
+    modules: Mapping[str, nn.Module]
+    state: Mapping[str, Tensor]
+    inputs: Sequence[Tensor]
 
-    try:
-        expected = observe_run(lambda: flat(*_copies(inputs)), flat, state, training=True)
-    except RuntimeError as error:
-        raise InputError(
-            f"the model by itself can't be trained on these inputs: {error}"
-        ) from error
-    found = observe_run(lambda: run(True, observer), flat, state, training=True)
-    difference = compare(expected, found)
-    if difference is not None:
-        raise CaptureError(
-            f"the captured graph does not compute what the model does in train mode: {difference}"
+    def run(self) -> tuple[dict[str, Op], str]:
+        """What the ops do, and in which modes graph and model agree, in words.
+
+        Raises CaptureError if they differ in train mode, InputError if the model by itself fails.
+        """
+        training = Observer(self.modules, self.state)
+        try:
+            expected = self._plain(training=True)
+        except RuntimeError as error:
+            raise InputError(
+                f"the model by itself can't be trained on these inputs: {error}"
+            ) from error
+        difference = compare(expected, self._captured(True, training))
+        if difference is not None:
+            raise CaptureError(
+                f"the captured graph does not compute what the model does in train mode: "
+                f"{difference}"
+            )
+        evaluation = Observer(self.modules, self.state)
+        agrees = self.agrees_in_eval_mode(evaluation)
+        ops = merge_ops(self.graph, training.ops, evaluation.ops)
+        return ops, "train and eval" if agrees else "train"
+
+    def agrees_in_eval_mode(self, hook: Hook = plainly) -> bool:
+        """Whether both give the same outputs in eval mode."""
+        try:
+            with torch.no_grad():
+                return compare(self._plain(False), self._captured(False, hook)) is None
+        except (InputError, RuntimeError, ValueError):  # another output, or an op of train mode
+            return False
+
+    def _plain(self, training: bool) -> Result:
+        return observe_run(
+            lambda: self.flat(*_copies(self.inputs)), self.flat, self.state, training
         )
-    try:
-        with torch.no_grad():
-            expected = observe_run(lambda: flat(*_copies(inputs)), flat, state, training=False)
-            found = observe_run(lambda: run(False, plainly), flat, state, training=False)
-    except (InputError, RuntimeError, ValueError):  # another output, or an op that eval mode skips
-        return observer.ops, "train"
-    return observer.ops, "train" if compare(expected, found) else "train and eval"
+
+    def _captured(self, training: bool, hook: Hook) -> Result:
+        attributes = {**self.state, TRAINING: training, DTYPE: model_dtype(self.flat)}
+        return observe_run(
+            lambda: run_graph(self.graph, self.modules, attributes, _copies(self.inputs), hook),
+            self.flat,
+            self.state,
+            training,
+        )
 
 
 def _drop_dead(graph: fx.Graph, ops: Mapping[str, Op]) -> None:

@@ -3,6 +3,7 @@
 Seen on real data, so that no list of op names has to be complete.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fxpipe.interpret import Compute
+from fxpipe.interpret import Compute, by_mode
 from fxpipe.ir import Op
 
 
@@ -76,6 +77,26 @@ class Observer:
         for tensor in given:
             if not tensor.is_inference():
                 yield self._owner[_address(tensor)], _version_changed(tensor)
+
+
+def merge_ops(
+    graph: fx.Graph, training: Mapping[str, Op], evaluation: Mapping[str, Op]
+) -> dict[str, Op]:
+    """What is known from both modes, in the order of the graph."""
+    merged: dict[str, Op] = {}
+    for node in graph.nodes:
+        if node.target is by_mode:
+            first = merged.get(node.all_input_nodes[0].name)
+            storage = first.storage if first else node.all_input_nodes[0].name
+            merged[node.name] = Op(
+                node.name, node.meta.get("module", ""), node.meta.get("source"), storage
+            )
+        op = training.get(node.name) or evaluation.get(node.name)
+        other = evaluation.get(node.name)
+        if op is not None:
+            mutates = op.mutates + tuple(set(other.mutates if other else ()) - {*op.mutates})
+            merged[node.name] = dataclasses.replace(op, mutates=mutates)
+    return merged
 
 
 def _content_changed(tensor: Tensor) -> Callable[[], bool]:

@@ -21,6 +21,7 @@ CASES = {
     "norms": (models.Norms, (torch.ones(4, 3, 8, 8),), "cpu*2"),
     "tied": (models.Tied, (torch.ones(4, 5, dtype=torch.long),), "cpu*2"),
 }
+CASES["paths"] = (models.Paths, (torch.ones(4, 6),), "cpu*2")
 SHOWN = ("stage_0.py", "stage_1.py", "stage_2.py", "schedule.csv", "__init__.py")
 
 

@@ -1,0 +1,37 @@
+"""Stage 0 of 2 of Paths, written by fxpipe.
+
+Takes x: float32[batch, 6] from the caller
+Returns x: float32[batch, 6]
+Returns linear: float32[batch, 6]
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class Stage0(nn.Module):
+    """8 ops, from a to b."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        batch = x.size(0)
+        dtype = self.a.weight.dtype
+        # models.py:114 | y = self.a(x)
+        y = self.a(x)  # float32[batch, 6]
+
+        # models.py:116 | y = y * (torch.rand(y.size(0), 1, dtype=y.dtype) > 0.25) / 0.75
+        if self.training:
+            # float32[batch, 6]
+            y_2 = (y * (torch.rand(batch, 1, dtype=dtype) > 0.25)) / 0.75
+        y = y_2 if self.training else y  # float32[batch, 6]
+
+        # models.py:117 | x = x + y
+        x = x + y  # float32[batch, 6]
+
+        # models.py:118 | x = x + self.b(x) if self.training else x - self.b(x).relu()
+        linear = self.b(x)  # float32[batch, 6]
+        return x, linear
