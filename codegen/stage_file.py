@@ -31,8 +31,9 @@ def stage_file(capture: Capture, wiring: StageWiring, j: int, n: int) -> StageFi
     names = local_names(nodes, [port.value for port in wiring.inputs], wiring.outputs)
     parameters = tuple(names[port.value] for port in wiring.inputs)
 
-    blank, *lines = Body(capture, nodes, names, wiring.outputs, made.dicts).lines()
-    assert not str(blank), "the body begins with a group, which begins with a blank line"
+    lines = list(Body(capture, nodes, names, wiring.outputs, made.dicts).lines())
+    if not str(lines[0]):  # between groups stands a blank line, before the first none
+        lines = lines[1:]
     body = [*_opening(capture, nodes, wiring.inputs, names, made), *lines]
     results = [names[value] for value in wiring.outputs]
     body.append(Line(f"return {', '.join(results) or '()'}"))

@@ -90,6 +90,8 @@ def _inseparable(capture: Capture) -> "nx.utils.UnionFind[str]":
             writes = [k for k, name in enumerate(touching) if storage in capture.ops[name].mutates]
             touching = touching[: writes[-1] + 1]
         together.union(*touching)
+    for maker, reader in _made_of_nothing(capture):
+        together.union(maker, reader)
     hunks: dict[int, list[str]] = {}
     for node in _nodes(capture):
         if HUNK in node.meta:
@@ -99,6 +101,20 @@ def _inseparable(capture: Capture) -> "nx.utils.UnionFind[str]":
     for region in _regions(_nodes(capture)):
         together.union(*(node.name for node in region))
     return together
+
+
+def _made_of_nothing(capture: Capture) -> Iterable[tuple[str, str]]:
+    """Ops such as `torch.zeros` that read no value, each with its first reader.
+
+    There is no use in sending on what the reader's stage can make by itself.
+    """
+    written = {storage for op in capture.ops.values() for storage in op.mutates}
+    for node in _nodes(capture):
+        op = capture.ops[node.name]
+        reads = [used for used in node.all_input_nodes if used.name not in capture.literals]
+        readers = [user for user in node.users if user.name in capture.ops]
+        if readers and not reads and not op.random and op.storage not in written:
+            yield node.name, min(readers).name
 
 
 def _regions(nodes: Sequence[fx.Node]) -> Iterable[Sequence[fx.Node]]:

@@ -1,6 +1,7 @@
 """Dynamo's whole-graph capture, behind one function, with its failures told in the user's words."""
 
 import logging
+import os
 import re
 import traceback
 import warnings
@@ -16,8 +17,8 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from fxpipe.errors import CaptureError
 from fxpipe.runtime.structure import Structure, rebuild, tensors_of
 
-_TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_HERE = str(Path(__file__).parent) + os.sep
 _SETTINGS: dict[str, Any] = {
     "allow_rnn": True,
     "ignore_logging_functions": {print, warnings.warn, logging.Logger.warning},

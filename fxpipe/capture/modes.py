@@ -155,13 +155,13 @@ class _Merge:
         node.args = fx.node.map_aggregate(node.args, opened)
         node.kwargs = fx.node.map_aggregate(node.kwargs, opened)
 
-    def _either(self, ours: fx.Node, theirs: Any, user: fx.Node) -> fx.Node:
+    def _either(self, ours: fx.Node, theirs: fx.Node, user: fx.Node) -> fx.Node:
         """The value that `user` reads: one in train mode, another in eval mode."""
         if ours is theirs:
             return ours
-        picked = [n for n in ours.users if n.target is by_mode and n.args == (ours, theirs)]
-        if picked:
-            return picked[0]
+        for reader in ours.users:
+            if reader.target is by_mode and reader.args == (ours, theirs):
+                return reader
         with self.graph.inserting_before(user):
             node = self.graph.create_node(
                 "call_function", by_mode, (ours, theirs), {}, name=ours.name

@@ -131,3 +131,18 @@ def test_tied_parameters_are_one_storage():
     chain = chain_of(models.Tied(), torch.randint(11, (4, 5)))
     assert chain.blocks[0].parameters == (("embed.weight", 11 * 6 * 4),)
     assert chain.blocks[-1].parameters == (("embed.weight", 11 * 6 * 4),)
+
+
+def test_what_is_made_of_nothing_is_made_where_it_is_read():
+    class LateMask(nn.Module):
+        def forward(self, x):
+            mask = torch.ones(6)
+            x = x * 2
+            x = x + 1
+            return x * mask
+
+    assert blocks(LateMask(), torch.randn(4, 6)) == [
+        ["x = x * 2"],
+        ["x = x + 1"],
+        ["mask = torch.ones(6)", "return x * mask"],
+    ]
