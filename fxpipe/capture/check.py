@@ -8,10 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from fxpipe.errors import CaptureError
-from fxpipe.interpret import untouched
+from fxpipe.capture.dynamo import FlatModel
+from fxpipe.capture.inputs import copies
+from fxpipe.capture.observe import Observer, merge_ops
+from fxpipe.errors import CaptureError, InputError
+from fxpipe.interpret import DTYPE, TRAINING, Hook, model_dtype, plainly, run_graph, untouched
+from fxpipe.ir import Op
 
 Run = Callable[[], list[Tensor]]
 
@@ -23,6 +27,60 @@ class Result:
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Runs graph and model side by side on `inputs`."""
+
+    flat: FlatModel
+    graph: fx.Graph
+    modules: Mapping[str, nn.Module]
+    state: Mapping[str, Tensor]
+    inputs: Sequence[Tensor]
+
+    def run(self) -> tuple[dict[str, Op], str]:
+        """What the ops do, and in which modes graph and model agree, in words.
+
+        Raises CaptureError if they differ in train mode, InputError if the model by itself fails.
+        """
+        training = Observer(self.modules, self.state)
+        try:
+            expected = self._plain(training=True)
+        except RuntimeError as error:
+            raise InputError(
+                f"the model by itself can't be trained on these inputs: {error}"
+            ) from error
+        difference = compare(expected, self._captured(True, training))
+        if difference is not None:
+            raise CaptureError(
+                f"the captured graph does not compute what the model does in train mode: "
+                f"{difference}"
+            )
+        evaluation = Observer(self.modules, self.state)
+        agrees = self.agrees_in_eval_mode(evaluation)
+        ops = merge_ops(self.graph, training.ops, evaluation.ops)
+        return ops, "train and eval" if agrees else "train"
+
+    def agrees_in_eval_mode(self, hook: Hook = plainly) -> bool:
+        """Whether both give the same outputs in eval mode."""
+        try:
+            with torch.no_grad():
+                return compare(self._plain(False), self._captured(False, hook)) is None
+        except (InputError, RuntimeError, ValueError):  # another output, or an op of train mode
+            return False
+
+    def _plain(self, training: bool) -> Result:
+        return observe_run(lambda: self.flat(*copies(self.inputs)), self.flat, self.state, training)
+
+    def _captured(self, training: bool, hook: Hook) -> Result:
+        attributes = {**self.state, TRAINING: training, DTYPE: model_dtype(self.flat)}
+        return observe_run(
+            lambda: run_graph(self.graph, self.modules, attributes, copies(self.inputs), hook),
+            self.flat,
+            self.state,
+            training,
+        )
 
 
 def observe_run(run: Run, model: nn.Module, state: Mapping[str, Tensor], training: bool) -> Result:

@@ -94,7 +94,7 @@ def merge_ops(
         op = training.get(node.name) or evaluation.get(node.name)
         other = evaluation.get(node.name)
         if op is not None:
-            mutates = op.mutates + tuple(set(other.mutates if other else ()) - {*op.mutates})
+            mutates = tuple(dict.fromkeys(op.mutates + (other.mutates if other else ())))
             merged[node.name] = dataclasses.replace(op, mutates=mutates)
     return merged
 
