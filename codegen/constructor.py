@@ -80,7 +80,8 @@ def _declare(capture: Capture, root: _Place) -> tuple[list[str], set[str]]:
     dicts: set[str] = set()
 
     def walk(place: _Place, name: str, expression: str) -> None:
-        if place.is_dict:
+        in_dict = place.is_dict and place is not root  # the stage itself is a plain module
+        if in_dict:
             dicts.add(name)
         if place.module is None:
             for last, full in place.tensors.items():
@@ -92,8 +93,8 @@ def _declare(capture: Capture, root: _Place) -> tuple[list[str], set[str]]:
                 assert value is not None, "only stock modules are called"
             else:
                 value = "nn.ModuleDict()" if below.is_dict else "nn.Module()"
-            lines.append(assignment(expression, last, value, place.is_dict))
-            target = child(expression, last, place.is_dict)
+            lines.append(assignment(expression, last, value, in_dict))
+            target = child(expression, last, in_dict)
             lines.extend(_frozen(target, below.module))
             walk(below, f"{name}.{last}" if name else last, target)
 

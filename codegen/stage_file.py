@@ -107,11 +107,12 @@ def _tensors(count: int) -> str:
 
 
 def _summary(capture: Capture, nodes: Sequence[fx.Node]) -> str:
+    count = "1 op" if len(nodes) == 1 else f"{len(nodes)} ops"
     named = [m for m in (capture.ops[node.name].module for node in nodes) if m]
     if not named:
-        return f"{len(nodes)} ops."
+        return f"{count}."
     within = f"in {named[0]}" if named[0] == named[-1] else f"from {named[0]} to {named[-1]}"
-    return plain(f"{len(nodes)} ops, {within}.")
+    return plain(f"{count}, {within}.")
 
 
 def _take(capture: Capture, port: Port, names: dict[str, str]) -> str:

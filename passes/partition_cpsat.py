@@ -77,6 +77,9 @@ def solve(score: Scorer, *, seed: int, time_limit_s: float) -> Solution:
     work, seconds = _WORK_PER_SECOND * time_limit_s, time_limit_s
     while work > 0 and seconds > 0:
         solver = cp_model.CpSolver()
+        # Else OR-Tools puts its own handler, then the default one, in the place of Python's: from
+        # then on Ctrl-C would kill the process.
+        solver.parameters.catch_sigint_signal = False
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = seed
         solver.parameters.max_deterministic_time = work

@@ -130,6 +130,18 @@ def test_nested_inputs_constants_and_dataclasses_keep_their_structure():
     assert captured.state.keys() - captured.saved == {"mask", "table"}
 
 
+def test_inputs_with_awkward_or_equal_names_are_told_apart():
+    class Awkward(nn.Module):
+        def forward(self, input, input_0, id):
+            return input[0] + input_0 * id
+
+    x = torch.randn(4, 6)
+    captured = capture(Awkward(), ((x,), x * 2, x * 3), {})
+    names = [given.name for given in captured.inputs]
+    assert len(set(names)) == 3
+    assert names == [node.name for node in captured.graph.nodes if node.op == "placeholder"]
+
+
 def test_the_model_is_left_as_it_was():
     model = models.Norms().eval()
     model.conv.train()

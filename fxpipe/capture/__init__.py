@@ -70,7 +70,9 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         ops={name: op for name, op in found.items() if name in live},
         literals=literals,
         specs=specs,
-        inputs=tuple(Input(name, b) for name, b in zip(inputs, batched, strict=True)),
+        inputs=tuple(
+            Input(node.name, b) for node, b in zip(_placeholders(graph), batched, strict=True)
+        ),
         input_structure=input_structure,
         signature=signature,
         outputs=_outputs(graph),
@@ -115,6 +117,10 @@ def _describe_values(graph: fx.Graph) -> tuple[dict[str, str], dict[str, TensorS
         elif text is not None:
             literals[node.name] = text
     return literals, specs
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def _outputs(graph: fx.Graph) -> tuple[str, ...]:

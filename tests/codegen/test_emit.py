@@ -120,8 +120,13 @@ class Awkward(nn.Module):
         return x
 
 
-def test_awkward_module_names_are_kept(tmp_path):
-    model = Awkward()
+def sequence():
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("make", [Awkward, sequence])
+def test_awkward_module_names_are_kept(make, tmp_path):
+    model = make()
     package = compile_flat(model, (torch.randn(4, 3),), devices="cpu*2", microbatches=2)
     pipe = fxpipe.load(package.write(tmp_path / "out"))
     pipe.load_state_dict(model.state_dict())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -124,3 +125,24 @@ def test_a_thousand_blocks_in_sixteen_stages_take_about_a_second() -> None:
     # No plan can be shorter than equal stages of this chain without communication.
     work_ms = sum(block.forward_ms + block.backward_ms for block in chain.blocks)
     assert found.estimate.step_ms < 1.02 * (32 + 16 - 1) * work_ms / 16
+
+
+def test_ctrl_c_still_interrupts_after_cpsat() -> None:
+    script = """
+import signal
+from test_partition_solvers import partition, question
+chain, asked = question(0, skips=False, tight=False)
+partition(chain, solver="cpsat", **asked)
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # also below `make &`
+    )
+    assert done.stdout == "interrupted\n", done.stderr
