@@ -4,6 +4,7 @@ What the user wrote as one expression is one expression again; a module that a g
 than once gets a variable.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,8 +66,16 @@ class Body:
             yield from self._branch(mode)
             yield from self._shorten(module, members)
             writer = Writer(self._value, self._path)
-            for node, after in zip(members, [*members[1:], None], strict=True):
-                if self._is_region(node):
+            unpacked: set[fx.Node] = set()
+            for place, node in enumerate(members):
+                after = members[place + 1] if place + 1 < len(members) else None
+                items = _items(node, members[place + 1 :])
+                if node in unpacked:
+                    continue
+                if items:
+                    unpacked.update(item for item in items if item is not None)
+                    yield self._unpack(node, items, writer)
+                elif self._is_region(node):
                     yield from self._region(node, writer)
                 elif after is not None and self._folds(node, after, uses, writer):
                     self._folded[node] = writer.expression(node)
@@ -156,6 +165,12 @@ class Body:
         spec = self.capture.specs.get(node.name)
         yield Line(self._indent + last, "" if spec is None else str(spec))
 
+    def _unpack(self, node: fx.Node, items: Sequence[fx.Node | None], writer: Writer) -> Line:
+        variables = ", ".join(self.names[item.name] if item else "_" for item in items)
+        specs = {str(self.capture.specs[item.name]) for item in items if item}
+        comment = specs.pop() if len(specs) == 1 else ""
+        return Line(f"{self._indent}{variables} = {writer.expression(node)}", comment)
+
     def _is_region(self, node: fx.Node) -> bool:
         return node.target in (
             torch._C._set_grad_enabled,
@@ -180,6 +195,21 @@ class Body:
             self._indent += "    "
         elif node.args[0] is not self._grad_mode:
             self._indent, self._grad_mode = self._indent[4:], None
+
+
+def _items(node: fx.Node, following: Sequence[fx.Node]) -> list[fx.Node | None]:
+    """The ops right behind `node` that unpack the tuple it makes, if nothing else reads it."""
+    value = node.meta.get("val")
+    if not isinstance(value, tuple | list) or len(value) < 2:
+        return []
+    items: list[fx.Node | None] = [None] * len(value)
+    for item in following[: len(node.users)]:
+        if item.target is not operator.getitem or item.args[0] is not node:
+            return []
+        if not isinstance(item.args[1], int) or items[item.args[1]] is not None:
+            return []
+        items[item.args[1]] = item
+    return items if len(following) >= len(node.users) > 0 else []
 
 
 def names_device(node: fx.Node) -> bool:

@@ -142,24 +142,10 @@ def inspect_command(out: Out, as_json: Json = False) -> None:
     """Show the stages, values and predictions of a package."""
     with _answering(as_json) as answer:
         from fxpipe import report
-        from fxpipe.errors import PackageError
-        from fxpipe.runtime.manifest import Manifest
+        from fxpipe.runtime.package import read
 
-        plan = out / "plan.json"
-        if not plan.is_file():
-            raise PackageError(
-                f"{out} is no package: there is no plan.json in it. Give the folder that "
-                "`fxpipe compile -o` wrote"
-            )
-        manifest = Manifest.from_json(plan.read_text(encoding="utf-8"))
-        try:
-            facts, table = report.package_json(manifest), report.package_table(manifest)
-        except (IndexError, KeyError) as error:
-            raise PackageError(
-                f"{plan} names a device, parameter or stage that it does not list ({error}): "
-                "take back what was edited, or compile again"
-            ) from error
-        answer(facts, table)
+        manifest = read(out)
+        answer(report.package_json(manifest), report.package_table(manifest))
 
 
 @app.command("verify")

@@ -31,16 +31,34 @@ def load(path: str | Path, devices: Devices | None = None) -> Pipeline:
     lanes = _devices(manifest, devices)
     broken: list[str] = []
     table = _schedule(folder, manifest, broken)
-    broken += _port_rules(manifest)
     stages = _stages(folder, manifest, lanes, broken)
     buffers = _buffers(folder, manifest, broken)
+    _refuse(folder, [*_port_rules(manifest), *broken])
+    return Pipeline(manifest, table, stages, lanes, buffers)
+
+
+def read(path: str | Path) -> Manifest:
+    """The plan of the package in folder `path`, checked as `load` does but without memory.
+
+    Raises PackageError, with every rule that its files break.
+    """
+    folder = Path(path).resolve()
+    manifest = Manifest.from_json(_text(folder, "plan.json"))
+    broken: list[str] = []
+    _schedule(folder, manifest, broken)
+    with torch.device("meta"):
+        _stages(folder, manifest, [torch.device("meta")] * len(manifest.devices), broken)
+    _refuse(folder, [*_port_rules(manifest), *broken])
+    return manifest
+
+
+def _refuse(folder: Path, broken: Sequence[str]) -> None:
     if broken:
         raise PackageError(
             f"the files of {folder} do not fit each other:\n  "
             + "\n  ".join(broken)
             + "\nmake the same edit in plan.json and the stage file, or compile again"
         )
-    return Pipeline(manifest, table, stages, lanes, buffers)
 
 
 def _text(folder: Path, file: str) -> str:
@@ -123,7 +141,6 @@ def _stages(
                 continue
             broken += _state_rules(manifest, spec, module)
             device = lanes[spec.device]
-            module.device = device  # type: ignore[assignment]
             stages.append(
                 Stage(j, spec, module.to(device), spec.device, device, str(folder / spec.file))
             )

@@ -1,0 +1,113 @@
+"""Body: a forward reads as the user wrote it."""
+
+import textwrap
+
+import torch
+from flat import compile_flat
+from torch import nn
+from torch.nn import functional as F
+
+
+def body(model, *args):
+    """The lines of a one-stage forward without comments."""
+    package = compile_flat(model, args, devices="cpu*1", microbatches=2)
+    _, _, text = package.files["stage_0.py"].partition("-> Tensor:\n")
+    lines = [line.split("  # ")[0].rstrip() for line in textwrap.dedent(text).splitlines()]
+    return [line for line in lines if line and not line.lstrip().startswith("#")]
+
+
+def test_one_expression_of_the_user_is_one_expression_again():
+    class Nested(nn.Module):
+        def forward(self, x):
+            return F.relu((x + 1).sum(1) * 2)
+
+    assert body(Nested(), torch.randn(4, 6)) == [
+        "output = F.relu((x + 1).sum(1) * 2)",
+        "return output",
+    ]
+
+
+def test_tuples_are_unpacked_and_what_nobody_reads_is_an_underscore():
+    class Unpacks(nn.Module):
+        def forward(self, x):
+            a, _, c = x.chunk(3, dim=1)
+            return a * c
+
+    assert body(Unpacks(), torch.randn(4, 6)) == [
+        "a, _, c = x.chunk(3, dim=1)",
+        "output = a * c",
+        "return output",
+    ]
+
+
+def test_a_variable_is_written_again_once_nobody_reads_its_value():
+    class Again(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            x = y + 1
+            x = x * y
+            return x - 3
+
+    assert body(Again(), torch.randn(4, 6)) == [
+        "y = x * 2",
+        "x = y + 1",
+        "x = x * y",
+        "output = x - 3",
+        "return output",
+    ]
+
+
+def test_regions_are_with_blocks():
+    class Regions(nn.Module):
+        def forward(self, x):
+            with torch.no_grad():
+                y = x * 2
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                z = x @ y.T
+            return z.sum(1, keepdim=True) * x
+
+    assert body(Regions(), torch.randn(4, 6)) == [
+        "device = x.device",
+        "with torch.no_grad():",
+        "    y = x * 2",
+        "with torch.autocast(device.type, dtype=torch.bfloat16, enabled=True):",
+        "    z = x @ y.T",
+        "output = z.sum(1, keepdim=True) * x",
+        "return output",
+    ]
+
+
+def test_a_module_that_a_group_names_twice_gets_a_variable():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(6))
+            self.shift = nn.Parameter(torch.zeros(6))
+
+        def forward(self, x):
+            return x * self.scale + self.shift
+
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Inner()])
+    model.forward = lambda x: model.blocks[0](x)
+    assert body(model, torch.randn(4, 6)) == [
+        'blocks_0 = self.blocks["0"]',
+        "output = (x * blocks_0.scale) + blocks_0.shift",
+        "return output",
+    ]
+
+
+def test_a_write_in_place_stays_a_statement():
+    class InPlace(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            y += x
+            y[:, 0] = 1
+            return y
+
+    assert body(InPlace(), torch.randn(4, 6)) == [
+        "y = x * 2",
+        "y += x",
+        "y[:, 0] = 1",
+        "return y",
+    ]
