@@ -1,0 +1,145 @@
+"""The straight line: small models with one difficulty each come out as what they were."""
+
+import math
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from flat import compile_flat, flat_profile
+
+import fxpipe
+from fxpipe.capture import capture
+from fxpipe.errors import InputError, PackageError, WeightsError
+from fxpipe.ir import Link, OpCost, Profile
+from fxpipe.profile_file import load_profile, save_profile
+from fxpipe.target import Target
+from fxpipe.verify import verify
+
+
+def structured(rows):
+    return {"pair": (torch.randn(rows, 6), torch.randn(rows, 6)), "weight": torch.randn(6)}
+
+
+MAKERS = {
+    models.Chain: lambda rows: {"x": torch.randn(rows, 6)},
+    models.Skip: lambda rows: {"x": torch.randn(rows, 6)},
+    models.Norms: lambda rows: {"x": torch.randn(rows, 3, 8, 8)},
+    models.Tied: lambda rows: {"tokens": torch.randint(11, (rows, 5))},
+    models.Structured: structured,
+    models.Paths: lambda rows: {"x": torch.randn(rows, 6)},
+}
+
+
+def target_of(kind):
+    folder = str(Path(models.__file__).parent)
+    return Target(kind.__name__, "models.py", folder, kind, MAKERS[kind])
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize(("devices", "schedule"), [(1, "gpipe"), (2, "1f1b"), (3, "gpipe")])
+@pytest.mark.parametrize("kind", MAKERS, ids=lambda kind: kind.__name__)
+def test_a_package_computes_what_the_model_does(kind, devices, schedule, checkpoint, tmp_path):
+    package = compile_flat(
+        kind(),
+        kwargs=MAKERS[kind](8),
+        devices=["cpu"] * devices,
+        microbatches=4,
+        schedule=schedule,
+        checkpoint=checkpoint,
+    )
+    result = verify(package.write(tmp_path / "out"), target_of(kind), batch=10)
+    assert result.equal, result
+    assert [d.group for d in result.differences][-1] == "eval(): outputs"
+
+
+def test_state_has_the_models_keys_in_its_order_unused_ones_too(tmp_path):
+    model = models.Structured()
+    package = compile_flat(model, kwargs=structured(8), devices="cpu*2", microbatches=2)
+    pipe = fxpipe.load(package.write(tmp_path / "out"))
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    assert [name for name, _ in pipe.named_parameters()] == [n for n, _ in model.named_parameters()]
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert {n: p.requires_grad for n, p in pipe.named_parameters()} == trained
+    pipe.load_state_dict(model.state_dict())
+    model.load_state_dict(pipe.state_dict())
+
+
+def test_weights_of_another_model_are_refused_whole(tmp_path):
+    package = compile_flat(models.Skip(), (torch.randn(8, 6),), devices="cpu*2", microbatches=2)
+    pipe = fxpipe.load(package.write(tmp_path / "out"))
+    before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    with pytest.raises(WeightsError, match=r"first\.weight"):
+        pipe.load_state_dict(models.Chain().state_dict())
+    assert all(torch.equal(before[name], tensor) for name, tensor in pipe.state_dict().items())
+
+
+def test_profiles_come_back_from_their_file(tmp_path):
+    profile = Profile(
+        costs={"a": OpCost(1.5, 2.5, (("b", 8),), 16)},
+        link=Link(0.01, math.inf),
+        device="cpu",
+        capacity_bytes=2**30,
+        batch=2,
+        fingerprint="f",
+    )
+    save_profile(profile, tmp_path / "costs.json")
+    assert load_profile(tmp_path / "costs.json") == profile
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is no profile"),
+        ("{}", "is no profile"),
+        ('{"costs": {"a": {"forward_ms": -1, "backward_ms": 0, "saved": []}}}', "negative cost"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused(text, says, tmp_path):
+    (tmp_path / "costs.json").write_text(text)
+    with pytest.raises(InputError, match=says):
+        load_profile(tmp_path / "costs.json")
+
+
+def test_a_profile_of_another_model_or_microbatch_is_refused():
+    model, x = models.Chain(), torch.randn(8, 6)
+    other = flat_profile(capture(models.Skip(), (x,), {}), 2)
+    with pytest.raises(InputError, match="another model"):
+        fxpipe.compile(model, (x,), devices="cpu*2", microbatches=2, profile=other)
+    own = flat_profile(capture(model, (x,), {}), 2)
+    with pytest.raises(InputError, match=r"micro-batches of 4 rows, but .* has 2"):
+        fxpipe.compile(model, (x,), devices="cpu*2", microbatches=4, profile=own)
+
+
+def package_of_chain():
+    return compile_flat(models.Chain(), (torch.randn(8, 6),), devices="cpu*2", microbatches=2)
+
+
+def test_a_package_of_ours_is_replaced_whole(tmp_path):
+    out = package_of_chain().write(tmp_path / "out")
+    three = compile_flat(models.Skip(), (torch.randn(8, 6),), devices="cpu*3", microbatches=2)
+    three.write(out)
+    package_of_chain().write(out)
+    assert sorted(path.name for path in out.iterdir()) == sorted(package_of_chain().files)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "says"),
+    [
+        (lambda out: out.write_text("mine"), "is no folder"),
+        (lambda out: (out.mkdir(), (out / "thesis.txt").write_text("mine")), "no fxpipe package"),
+        (
+            lambda out: (package_of_chain().write(out), (out / "thesis.txt").write_text("mine")),
+            "thesis.txt, which would be lost",
+        ),
+    ],
+)
+def test_what_is_not_ours_is_never_overwritten(prepare, says, tmp_path):
+    out = tmp_path / "out"
+    prepare(out)
+    with pytest.raises(PackageError, match=says):
+        package_of_chain().write(out)
+    kept = out if out.is_file() else out / "thesis.txt"
+    assert kept.read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
