@@ -14,13 +14,19 @@ FOLDERS = {"fxpipe": ROOT / "fxpipe", "passes": ROOT / "passes", "codegen": ROOT
 # What a module may import of fxpipe; a name stands for everything below it too. A module not
 # listed stands at the top, with the command, and may import all.
 BASE = ("fxpipe.errors", "fxpipe.schedule", "fxpipe.runtime", "fxpipe.ir")
-HELPERS = ("fxpipe.interpret", "fxpipe.machine", "fxpipe.specs", "fxpipe.stock")
+HELPERS = (
+    "fxpipe.interpret",
+    "fxpipe.machine",
+    "fxpipe.meter",
+    "fxpipe.specs",
+    "fxpipe.stock",
+)
 RULES = {
     "fxpipe.errors": (),
     "fxpipe.schedule": ("fxpipe.errors",),
     "fxpipe.runtime": ("fxpipe.errors", "fxpipe.schedule", "fxpipe.runtime"),
     "fxpipe.ir": BASE,
-    **dict.fromkeys(HELPERS, BASE),
+    **dict.fromkeys(HELPERS, (*BASE, "fxpipe.interpret")),
     "fxpipe.capture": (*BASE, *HELPERS, "fxpipe.capture"),
     "fxpipe.passes": (*BASE, *HELPERS),
     "fxpipe.codegen": (*BASE, *HELPERS, "fxpipe.codegen"),

@@ -6,7 +6,8 @@ import torch
 
 from fxpipe.capture import capture
 from fxpipe.errors import InputError
-from fxpipe.passes.profile import profile
+from fxpipe.ir import OpCost
+from fxpipe.passes.profile import _scaled, _whole_ms, profile
 from fxpipe.runtime.stream import parse_devices
 
 
@@ -43,6 +44,19 @@ def test_equal_ops_are_measured_once():
     first, *others = (found.costs[name] for name in captured.ops)
     del first  # its input needs no gradient
     assert len({(cost.forward_ms, cost.backward_ms) for cost in others}) == 1
+
+
+def test_ops_add_up_to_the_whole():
+    model, x = models.Norms(), torch.randn(8, 3, 32, 32)
+    captured = capture(model, (x,), {})
+    costs = {name: OpCost(2.0, 3.0) for name in captured.ops}
+    scaled = _scaled(costs, forward_ms=70.0, backward_ms=7.0)
+    assert sum(cost.forward_ms for cost in scaled.values()) == pytest.approx(70)
+    assert sum(cost.backward_ms for cost in scaled.values()) == pytest.approx(7)
+    forward_ms, backward_ms = _whole_ms(captured, model, [x])
+    assert forward_ms > 0
+    assert backward_ms > 0
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_saved_bytes_count_each_storage_once():
