@@ -80,10 +80,10 @@ def _dtype(
 ) -> str:
     """The model's own dtype, read off a parameter of the stage or else off an input."""
     for name in made.parameters:
-        if capture.state[name].is_floating_point():
+        if capture.state[name].dtype == capture.dtype:
             return f"{path(name, made.dicts)}.dtype"
     for port in inputs:
-        if capture.specs[port.value].torch_dtype.is_floating_point:
+        if capture.specs[port.value].torch_dtype == capture.dtype:
             return f"{names[port.value]}.dtype"
     return "torch.get_default_dtype()"
 

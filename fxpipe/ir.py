@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.runtime.manifest import TensorSpec
@@ -67,7 +68,8 @@ class Capture:
     are `call_module` nodes on `modules`; a node that computes a size is in `literals`, as Python
     text in terms of `batch`, and every other one but placeholders is in `ops`. `outputs` are the
     values of the output's tensors in the order of `output_structure`. `aliases` maps each further
-    name of a tied parameter to its first; `saved` are the names that a state_dict has.
+    name of a tied parameter to its first; `saved` are the names that a state_dict has; `dtype` is
+    that of the model's parameters.
     """
 
     model_name: str
@@ -84,6 +86,7 @@ class Capture:
     state: Mapping[str, Tensor]
     aliases: Mapping[str, str]
     saved: frozenset[str]
+    dtype: torch.dtype
     batch: int
     fingerprint: str
     checked: str

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.errors import CaptureError
-from fxpipe.interpret import HUNK
+from fxpipe.interpret import DTYPE, HUNK
 from fxpipe.ir import Block, Capture, Chain, OpCost, Profile, Value
 
 
@@ -92,6 +92,8 @@ def _inseparable(capture: Capture) -> "nx.utils.UnionFind[str]":
         together.union(*touching)
     for maker, reader in _made_of_nothing(capture):
         together.union(maker, reader)
+    for asker, reader in _without_dtype(capture):
+        together.union(asker, reader)
     hunks: dict[int, list[str]] = {}
     for node in _nodes(capture):
         if HUNK in node.meta:
@@ -115,6 +117,24 @@ def _made_of_nothing(capture: Capture) -> Iterable[tuple[str, str]]:
         readers = [user for user in node.users if user.name in capture.ops]
         if readers and not reads and not op.random and op.storage not in written:
             yield node.name, min(readers).name
+
+
+def _without_dtype(capture: Capture) -> Iterable[tuple[str, str]]:
+    """Ops that ask for the model's dtype but read nothing that has it, each with its first reader.
+
+    So every stage that asks holds a parameter or takes a value that tells.
+    """
+    unknown: set[str] = set()
+    for node in _nodes(capture):
+        reads = [used for used in node.all_input_nodes if used.name not in unknown]
+        asks = any(used.target == DTYPE for used in reads) or len(reads) < len(node.all_input_nodes)
+        values = [used.meta.get("val") for used in reads]
+        tells = any(isinstance(value, Tensor) and value.dtype == capture.dtype for value in values)
+        readers = [user for user in node.users if user.name in capture.ops]
+        if asks and not tells and node.op != "call_module":
+            unknown.add(node.name)
+            if readers:
+                yield node.name, min(readers).name
 
 
 def _regions(nodes: Sequence[fx.Node]) -> Iterable[Sequence[fx.Node]]:

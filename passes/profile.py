@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import InputError
-from fxpipe.interpret import DTYPE, TRAINING, model_dtype, run_graph, untouched
+from fxpipe.interpret import DTYPE, TRAINING, run_graph, untouched
 from fxpipe.ir import Capture, OpCost, Profile
 from fxpipe.machine import capacity_bytes, measure_link
 from fxpipe.meter import Meter
@@ -54,7 +54,7 @@ def profile(
     try:
         with untouched(model, capture.state):
             model.train()
-            costs = _measure(capture, model, given, device)
+            costs = _measure(capture, given, device)
             if device.type == "cpu":  # elsewhere the whole model may not fit
                 costs = _scaled(costs, *_whole_ms(capture, model, given))
     except (RuntimeError, ValueError) as error:
@@ -75,11 +75,9 @@ def profile(
     )
 
 
-def _measure(
-    capture: Capture, model: nn.Module, given: Sequence[Tensor], device: torch.device
-) -> dict[str, OpCost]:
+def _measure(capture: Capture, given: Sequence[Tensor], device: torch.device) -> dict[str, OpCost]:
     meter = Meter(capture, device)
-    attributes = {**capture.state, TRAINING: True, DTYPE: model_dtype(model)}
+    attributes = {**capture.state, TRAINING: True, DTYPE: capture.dtype}
     state, modules = _Moved(attributes, device), _Moved(capture.modules, device)
     run_graph(capture.graph, modules, state, [tensor.clone() for tensor in given], meter)
     return meter.costs
@@ -87,7 +85,7 @@ def _measure(
 
 def _whole_ms(capture: Capture, model: nn.Module, given: Sequence[Tensor]) -> tuple[float, float]:
     """Milliseconds of the whole graph forward, and backward with gradients added to `.grad`."""
-    attributes = {**capture.state, TRAINING: True, DTYPE: model_dtype(model)}
+    attributes = {**capture.state, TRAINING: True, DTYPE: capture.dtype}
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     forward_ms, backward_ms = [], []
     try:

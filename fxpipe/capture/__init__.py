@@ -80,6 +80,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         state=names.state,
         aliases=names.aliases,
         saved=names.saved,
+        dtype=model_dtype(model),
         batch=batch,
         fingerprint=_fingerprint(graph, specs),
         checked=checked,

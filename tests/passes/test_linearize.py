@@ -146,3 +146,27 @@ def test_what_is_made_of_nothing_is_made_where_it_is_read():
         ["x = x + 1"],
         ["mask = torch.ones(6)", "return x * mask"],
     ]
+
+
+def test_what_asks_for_the_models_dtype_stays_with_what_tells_it():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+
+        def forward(self, x, mask):
+            x = self.a(x)
+            bias = torch.zeros_like(mask, dtype=x.dtype)
+            bias = bias.masked_fill(mask, -1.0)
+            x = x * 2
+            return x + bias
+
+    assert blocks(Masked(), torch.randn(4, 6), torch.ones(4, 6, dtype=torch.bool)) == [
+        ["x = self.a(x)"],
+        ["x = x * 2"],
+        [
+            "bias = torch.zeros_like(mask, dtype=x.dtype)",
+            "bias = bias.masked_fill(mask, -1.0)",
+            "return x + bias",
+        ],
+    ]
