@@ -9,7 +9,6 @@ from torch import fx
 from fxpipe.codegen.body import Body, Line, names_device, reads
 from fxpipe.codegen.constructor import Constructor, construct
 from fxpipe.codegen.names import local_names, path, plain
-from fxpipe.interpret import DTYPE
 from fxpipe.ir import Capture, Port, StageWiring
 
 
@@ -68,7 +67,7 @@ def _opening(
     literals = {capture.literals.get(v.name, "") for node in nodes for v in reads(node)}
     if any("batch" in text for text in literals):
         yield Line(f"batch = {_batch(capture, inputs, names)}")
-    if DTYPE in literals:
+    if "dtype" in literals:
         yield Line(f"dtype = {_dtype(capture, inputs, names, made)}")
     if any(names_device(node) for node in nodes):
         given = f"{names[inputs[0].value]}.device" if inputs else 'torch.device("cpu")'

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-# The names under which a graph reads whether it runs in train mode, and the model's own dtype.
-TRAINING = "training"
-DTYPE = "dtype"
+# The names under which a graph reads whether it runs in train mode, and the model's own dtype:
+# no attribute of a model can have them.
+TRAINING = "$training"
+DTYPE = "$dtype"
 # Keys of a node's meta: whether only train mode (True) or only eval mode (False) runs it, and with
 # which others it stands where the modes part.
 MODE = "mode"

@@ -182,7 +182,7 @@ class _Merge:
         if name not in self.attributes:
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
                 self.attributes[name] = self.graph.get_attr(name)
-            text = {TRAINING: "self.training", DTYPE: DTYPE}.get(name)
+            text = {TRAINING: "self.training", DTYPE: "dtype"}.get(name)
             self.attributes[name].meta.update({} if text is None else {"text": text})
         return self.attributes[name]
 
