@@ -200,13 +200,24 @@ def function_name(target: Any) -> str:
     """What a function is called in code that imports torch and `torch.nn.functional as F`."""
     if isinstance(target, torch._ops.OpOverload):
         return f"torch.ops.{target.namespace}.{target._opname}.{target._overloadname}"
-    found = _public_names().get(id(target))
-    name = str(getattr(target, "__name__", ""))
-    if found is None and getattr(torch._C._nn, name, None) is target:
-        found = f"F.{name}"  # what the public function of that name calls
+    found = _public_names().get(id(target)) or _torch_path(target)
     if found is None:
         raise CaptureError(f"an op calls {target!r}, which has no public name to write it by")
     return found
+
+
+def _torch_path(target: Any) -> str | None:
+    """Where a function without a public name is found below `torch`; F's of `torch._C._nn`."""
+    name = str(getattr(target, "__name__", ""))
+    if getattr(torch._C._nn, name, None) is target and hasattr(functional, name):
+        return f"F.{name}"  # what the public function of that name calls
+    for parts in (["torch"], str(getattr(target, "__module__", "")).split(".")):
+        found: Any = torch if parts[0] == "torch" else None
+        for part in [*parts[1:], name]:
+            found = getattr(found, part, None)
+        if found is target:
+            return ".".join([*parts, name])
+    return None
 
 
 @cache

@@ -44,6 +44,7 @@ def call(target, *args, **kwargs):
         (call(F.dropout, x, 0.1, y, False), "F.dropout(x, p=0.1, training=y)"),
         (call(F.embedding, x, y, None, None, 2.0, False, False), "F.embedding(x, y)"),
         (call(F.layer_norm, x, (4,), y, None, 1e-05), "F.layer_norm(x, (4,), y)"),
+        (call(torch._weight_norm, x, y, 0), "torch._weight_norm(x, y, 0)"),
         (call(torch.ops.aten.relu.default, x), "torch.ops.aten.relu.default(x)"),
         (graph.call_method("view", (x, -1, 4)), "x.view(-1, 4)"),
         (graph.call_method("to", (x,), {"dtype": torch.float16}), "x.to(dtype=torch.float16)"),
