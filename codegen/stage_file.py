@@ -67,7 +67,7 @@ def _opening(
     literals = {capture.literals.get(v.name, "") for node in nodes for v in reads(node)}
     if any("batch" in text for text in literals):
         yield Line(f"batch = {_batch(capture, inputs, names)}")
-    if "dtype" in literals:
+    if any(re.search(r"\bdtype\b", text) for text in literals):
         yield Line(f"dtype = {_dtype(capture, inputs, names, made)}")
     if any(names_device(node) for node in nodes):
         given = f"{names[inputs[0].value]}.device" if inputs else 'torch.device("cpu")'

@@ -25,6 +25,11 @@ def when_training(training: bool, probability: float) -> float:
     return probability if training else 0.0
 
 
+def limit(dtype: torch.dtype, name: str) -> float:
+    """A limit of floating numbers, such as `min`."""
+    return float(getattr(torch.finfo(dtype), name))
+
+
 def by_mode(in_training: Any, in_evaluation: Any) -> Any:
     """Stands in a graph for the first value in train mode and for the second in eval mode."""
     raise AssertionError("run_graph picks the value, since only one of them is computed")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.errors import CaptureError
-from fxpipe.interpret import DTYPE, HUNK
+from fxpipe.interpret import DTYPE, HUNK, limit
 from fxpipe.ir import Block, Capture, Chain, OpCost, Profile, Value
 
 
@@ -127,7 +127,8 @@ def _without_dtype(capture: Capture) -> Iterable[tuple[str, str]]:
     unknown: set[str] = set()
     for node in _nodes(capture):
         reads = [used for used in node.all_input_nodes if used.name not in unknown]
-        asks = any(used.target == DTYPE for used in reads) or len(reads) < len(node.all_input_nodes)
+        asked = any(used.target in (DTYPE, limit) for used in reads)
+        asks = asked or len(reads) < len(node.all_input_nodes)
         values = [used.meta.get("val") for used in reads]
         tells = any(isinstance(value, Tensor) and value.dtype == capture.dtype for value in values)
         readers = [user for user in node.users if user.name in capture.ops]

@@ -71,6 +71,22 @@ def test_the_models_own_dtype_stays_open_and_a_written_one_does_not():
     assert to.args[1] == torch.float32
 
 
+def test_limits_of_the_models_dtype_stay_open():
+    class Masks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            x = self.layer(x)
+            x = torch.where(x > 0, x, torch.finfo(x.dtype).min)
+            return F.dropout(x.softmax(-1), 0.5, self.training)
+
+    captured = capture(Masks(), (torch.randn(4, 3),), {})
+    assert "torch.finfo(dtype).min" in captured.literals.values()
+    assert captured.checked == "train and eval"
+
+
 def test_ops_that_one_mode_alone_runs_are_marked_with_it():
     captured = capture(models.Paths(), (torch.randn(4, 6),), {})
     assert captured.checked == "train and eval"

@@ -11,7 +11,7 @@ from fxpipe.capture.check import Check, refuse_new_buffers
 from fxpipe.capture.dynamo import FlatModel, dynamo_graph, user_place
 from fxpipe.capture.graph import own_graph
 from fxpipe.capture.inputs import batch_of, bind, copies, flat_inputs, input_names, with_rows
-from fxpipe.capture.modes import depends_on_mode, merge_modes
+from fxpipe.capture.modes import depends_on_mode, merge_modes, open_dtypes
 from fxpipe.capture.names import model_names
 from fxpipe.capture.stock_calls import call_stock_modules
 from fxpipe.errors import InputError
@@ -53,9 +53,10 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             return graph, call_stock_modules(graph, flat.model)
 
         graph, modules = trace(flat, tensors)
+        open_dtypes(graph, flat, tensors, trace)
     one_more = with_rows(tensors, batched, [*range(max(batch, 2)), 0])
     check = Check(flat, graph, modules, names.state, one_more)
-    if depends_on_mode(graph, model_dtype(model)) or not check.agrees_in_eval_mode():
+    if depends_on_mode(graph) or not check.agrees_in_eval_mode():
         with untouched(model, names.state):
             modules.update(merge_modes(graph, flat, tensors, trace))
     ops, checked = check.run()

@@ -2,9 +2,9 @@
 
 `F.dropout(x, 0.1, True)` becomes `F.dropout(x, 0.1, self.training)`, and `x.to(torch.float32)`,
 where it was `x.to(y.dtype)`, `x.to(dtype)`. Ops that only one mode runs are marked with it, and
-`by_mode` picks the value that goes on. Which constants depend on the mode and which the user wrote
-as such can't be seen in one graph: the model is traced once more, in eval mode and another
-precision, and the two are merged.
+`by_mode` picks the value that goes on. Which constants depend on mode or dtype and which the user
+wrote as such can't be seen in one graph: the model is traced once more in another precision, and
+once more in eval mode, and what differs is told apart by its cause.
 """
 
 import copy
@@ -17,63 +17,122 @@ from torch import Tensor, fx, nn
 
 from fxpipe.capture.dynamo import FlatModel
 from fxpipe.errors import FxpipeError
-from fxpipe.interpret import DTYPE, HUNK, MODE, TRAINING, by_mode, model_dtype, when_training
+from fxpipe.interpret import (
+    DTYPE,
+    HUNK,
+    MODE,
+    TRAINING,
+    by_mode,
+    limit,
+    model_dtype,
+    when_training,
+)
 
 Trace = Callable[[FlatModel, Sequence[Tensor]], tuple[fx.Graph, dict[str, nn.Module]]]
 _ATTENTION: object = torch._C._nn.scaled_dot_product_attention
+_LIMITS = ("min", "max", "eps", "tiny")
 
 
-def depends_on_mode(graph: fx.Graph, own: torch.dtype) -> bool:
+def depends_on_mode(graph: fx.Graph) -> bool:
     """Whether an op, not of a stock module, holds a constant that could depend on the mode."""
-    for node in _ops(graph):
-        leaves = _leaves(node)
-        if node.op != "call_module" and (
-            own in leaves or any(leaf is True for leaf in leaves) or node.target is _ATTENTION
-        ):
-            return True
-    return False
+    return any(
+        node.target is _ATTENTION or any(leaf is True for leaf in _leaves(node))
+        for node in _ops(graph)
+        if node.op != "call_module"
+    )
+
+
+def open_dtypes(graph: fx.Graph, model: FlatModel, tensors: Sequence[Tensor], trace: Trace) -> None:
+    """Rewrite `graph` in place so that it reads the model's dtype where it means it.
+
+    `trace` gives the graph of a copy of the model in another precision. It is saved where no op
+    holds the model's dtype, or a limit of it. Where that copy runs other ops, or can't be traced,
+    those stay as they are.
+    """
+    own = model_dtype(model)
+    limits = {getattr(torch.finfo(own), name) for name in _LIMITS}
+    held = {leaf for node in _ops(graph) for leaf in _leaves(node) if type(leaf) is not slice}
+    if own not in held and not limits & {leaf for leaf in held if isinstance(leaf, float)}:
+        return
+    other = torch.float32 if own == torch.float64 else torch.float64
+    wider = [tensor.to(other) if tensor.is_floating_point() else tensor for tensor in tensors]
+    try:
+        twin, _ = trace(copy.deepcopy(model).to(other), wider)
+    except (FxpipeError, RuntimeError):
+        return
+    if [*map(_key, _ops(graph))] != [*map(_key, _ops(twin))]:
+        return
+    flags = _Flags(graph)
+    for node, theirs in zip(_ops(graph), _ops(twin), strict=True):
+        places = iter(_leaves(theirs))
+
+        def opened(leaf: Any, node: fx.Node = node, places: Any = places) -> Any:
+            twin = next(places)
+            if leaf == own and twin == other:
+                return flags.attribute(DTYPE)
+            if isinstance(leaf, float) and leaf != twin:
+                for name in _LIMITS:
+                    if (leaf, twin) == tuple(getattr(torch.finfo(d), name) for d in (own, other)):
+                        text = f"torch.finfo(dtype).{name}"
+                        return flags.call(limit, (flags.attribute(DTYPE), name), text, node)
+            return leaf
+
+        if len(_leaves(node)) == len(_leaves(theirs)):
+            node.args = fx.node.map_aggregate(node.args, opened)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, opened)
 
 
 def merge_modes(
     graph: fx.Graph, model: FlatModel, tensors: Sequence[Tensor], trace: Trace
 ) -> dict[str, nn.Module]:
-    """Rewrite `graph`, traced in train mode, in place so that it holds for both modes.
+    """Rewrite `graph`, traced in train mode, in place so that it holds for eval mode too.
 
-    `trace` gives the graph of a copy of the model, and the stock modules it calls. Returns those
-    that only eval mode calls. Where the model can't be traced in eval mode, `graph` only gets its
-    dtypes opened; where not in another precision either, it stays as it is.
+    `trace` gives the graph of the model as it is now, in eval mode, and the stock modules it calls,
+    which are returned. Where it can't be traced so, `graph` stays as it is.
     """
-    own = model_dtype(model)
-    other = torch.float32 if own == torch.float64 else torch.float64
-    wider = [tensor.to(other) if tensor.is_floating_point() else tensor for tensor in tensors]
+    model.eval()
+    try:
+        twin, modules = trace(model, tensors)
+    except (FxpipeError, RuntimeError):
+        return {}
+    _Merge(graph, twin, model_dtype(model)).run()
+    return modules
 
-    def twin(training: bool) -> tuple[_Merge | None, dict[str, nn.Module]]:
-        try:
-            found, modules = trace(copy.deepcopy(model).to(other).train(training), wider)
-        except (FxpipeError, RuntimeError):
-            return None, {}
-        return _Merge(graph, found, own, other), modules
 
-    evaluation, modules = twin(training=False)
-    if evaluation is None or evaluation.leaves_dtypes():
-        training, _ = twin(training=True)
-        if training is not None:
-            training.run()
-    if evaluation is not None:
-        evaluation.run()
-    return {path: model.model.get_submodule(path) for path in modules}
+class _Flags:
+    """Nodes of a graph for what it reads besides values: attributes, and texts made of them."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._attributes: dict[str, fx.Node] = {
+            str(n.target): n for n in graph.nodes if n.op == "get_attr"
+        }
+
+    def attribute(self, name: str) -> fx.Node:
+        """The node that reads `name`."""
+        if name not in self._attributes:
+            with self._graph.inserting_before(next(iter(self._graph.nodes))):
+                self._attributes[name] = self._graph.get_attr(name)
+            text = {TRAINING: "self.training", DTYPE: "dtype"}.get(name)
+            self._attributes[name].meta.update({} if text is None else {"text": text})
+        return self._attributes[name]
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], text: str, user: fx.Node
+    ) -> fx.Node:
+        """A node before `user` that computes a constant, written as `text`."""
+        with self._graph.inserting_before(user):
+            node: fx.Node = self._graph.call_function(function, args)
+        node.meta["text"] = text
+        return node
 
 
 class _Merge:
     """Walks both graphs; `mapped` gives the node of `graph` that holds a value of `twin`."""
 
-    def __init__(
-        self, graph: fx.Graph, twin: fx.Graph, own: torch.dtype, other: torch.dtype
-    ) -> None:
-        self.graph, self.twin, self.own, self.other = graph, twin, own, other
-        self.attributes: dict[str, fx.Node] = {
-            str(n.target): n for n in graph.nodes if n.op == "get_attr"
-        }
+    def __init__(self, graph: fx.Graph, twin: fx.Graph, own: torch.dtype) -> None:
+        self.graph, self.twin, self.own = graph, twin, own
+        self.flags = _Flags(graph)
         given = [[n for n in g.nodes if n.op == "placeholder"] for g in (twin, graph)]
         self.mapped = dict(zip(*given, strict=True))
         self.last = given[1][-1]
@@ -84,21 +143,11 @@ class _Merge:
         ours, theirs = ([_key(n) for n in _ops(graph)] for graph in (self.graph, self.twin))
         return SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
 
-    def leaves_dtypes(self) -> bool:
-        """Whether an op that the twin lacks holds the model's dtype."""
-        ours = _ops(self.graph)
-        return any(
-            self.own in _leaves(node)
-            for tag, start, end, *_ in self._parts()
-            for node in ours[start:end]
-            if tag != "equal"
-        )
-
     def run(self) -> None:
         """Pair equal ops; what stands between is of one mode."""
         ours, theirs = _ops(self.graph), _ops(self.twin)
         self.mapped.update(
-            (n, self._attribute(str(n.target))) for n in self.twin.nodes if n.op == "get_attr"
+            (n, self.flags.attribute(str(n.target))) for n in self.twin.nodes if n.op == "get_attr"
         )
         for tag, i1, i2, j1, j2 in self._parts():
             if tag == "equal":
@@ -110,10 +159,6 @@ class _Merge:
             else:
                 self._only(ours[i1:i2], theirs[j1:j2])
         self._join(self.graph.output_node(), self.twin.output_node())
-        for name in (TRAINING, DTYPE):
-            flag = self.attributes.get(name)
-            if flag is not None and not flag.users:
-                self.graph.erase_node(flag)
 
     def _only(self, ours: Sequence[fx.Node], theirs: Sequence[fx.Node]) -> None:
         """Ops of train mode, then those of eval mode, copied behind them."""
@@ -127,9 +172,6 @@ class _Merge:
             with self.graph.inserting_after(self.last):
                 node = self.graph.create_node(twin.op, twin.target, args, kwargs, twin.name)
             node.meta = {**twin.meta, MODE: False, HUNK: self.hunk}
-            value = twin.meta.get("val")
-            if isinstance(value, Tensor) and value.dtype == self.other:
-                node.meta["val"] = value.to(self.own)
             self.mapped[twin] = self.last = node
 
     def _pair(self, node: fx.Node, twin: fx.Node) -> None:
@@ -142,14 +184,14 @@ class _Merge:
 
         def opened(leaf: Any) -> Any:
             theirs = next(places)
-            if isinstance(leaf, fx.Node) and theirs != self.other:
+            if isinstance(leaf, fx.Node) and isinstance(theirs, fx.Node):
                 return self._either(leaf, self.mapped[theirs], node)
-            if leaf == self.own and theirs == self.other:
-                return self._attribute(DTYPE)
             if leaf is True and theirs is False:
-                return self._attribute(TRAINING)
-            if isinstance(leaf, float) and leaf != theirs == 0.0:
-                return self._when_training(leaf, node)
+                return self.flags.attribute(TRAINING)
+            if isinstance(leaf, float) and leaf != theirs:
+                text = f"{leaf!r} if self.training else 0.0"
+                training = self.flags.attribute(TRAINING)
+                return self.flags.call(when_training, (training, leaf), text, node)
             return leaf
 
         node.args = fx.node.map_aggregate(node.args, opened)
@@ -171,31 +213,15 @@ class _Merge:
         node.meta.pop("text", None)
         return node
 
-    def _when_training(self, probability: float, user: fx.Node) -> fx.Node:
-        flag = self._attribute(TRAINING)
-        with self.graph.inserting_before(user):
-            node = self.graph.call_function(when_training, (flag, probability))
-        node.meta["text"] = f"{probability!r} if self.training else 0.0"
-        return node
-
-    def _attribute(self, name: str) -> fx.Node:
-        if name not in self.attributes:
-            with self.graph.inserting_before(next(iter(self.graph.nodes))):
-                self.attributes[name] = self.graph.get_attr(name)
-            text = {TRAINING: "self.training", DTYPE: "dtype"}.get(name)
-            self.attributes[name].meta.update({} if text is None else {"text": text})
-        return self.attributes[name]
-
     def _own_dtype(self, leaf: Any) -> Any:
-        return self._attribute(DTYPE) if leaf == self.other else leaf
+        return self.flags.attribute(DTYPE) if leaf == self.own else leaf
 
     def _compatible(self, node: fx.Node, twin: fx.Node) -> bool:
         """Whether all constants that differ are ones that can be opened."""
         ours, theirs = _leaves(node), _leaves(twin)
         return len(ours) == len(theirs) and all(
-            (isinstance(a, fx.Node) and isinstance(b, fx.Node))
+            (isinstance(a, fx.Node) and (isinstance(b, fx.Node) or "text" in a.meta))
             or (type(a) is type(b) and a == b)
-            or (a == self.own and b == self.other)
             or (a is True and b is False)
             or (isinstance(a, float) and isinstance(b, float) and b == 0.0)
             for a, b in zip(ours, theirs, strict=True)
@@ -203,7 +229,8 @@ class _Merge:
 
 
 def _ops(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op.startswith("call_")]
+    """What was traced: all calls but those that stand for a text."""
+    return [n for n in graph.nodes if n.op.startswith("call_") and "text" not in n.meta]
 
 
 def _key(node: fx.Node) -> tuple[str, str, str]:
