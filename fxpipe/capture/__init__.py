@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxpipe.capture.check import Check, refuse_new_buffers
+from fxpipe.capture.dtypes import open_dtypes
 from fxpipe.capture.dynamo import FlatModel, dynamo_graph, user_place
 from fxpipe.capture.graph import own_graph
 from fxpipe.capture.inputs import batch_of, bind, copies, flat_inputs, input_names, with_rows
-from fxpipe.capture.modes import depends_on_mode, merge_modes, open_dtypes
+from fxpipe.capture.modes import depends_on_mode, merge_modes
 from fxpipe.capture.names import model_names
 from fxpipe.capture.stock_calls import call_stock_modules
 from fxpipe.errors import InputError

@@ -1,0 +1,56 @@
+"""Tools for graphs that are compared: their ops, constants among arguments, and new inputs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from fxpipe.capture.dynamo import FlatModel
+from fxpipe.interpret import DTYPE, TRAINING
+
+Trace = Callable[[FlatModel, Sequence[Tensor]], tuple[fx.Graph, dict[str, nn.Module]]]
+
+
+class Flags:
+    """Nodes of a graph for what it reads besides values: attributes, and texts made of them."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._attributes: dict[str, fx.Node] = {
+            str(n.target): n for n in graph.nodes if n.op == "get_attr"
+        }
+
+    def attribute(self, name: str) -> fx.Node:
+        """The node that reads `name`."""
+        if name not in self._attributes:
+            with self._graph.inserting_before(next(iter(self._graph.nodes))):
+                self._attributes[name] = self._graph.get_attr(name)
+            text = {TRAINING: "self.training", DTYPE: "dtype"}.get(name)
+            self._attributes[name].meta.update({} if text is None else {"text": text})
+        return self._attributes[name]
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], text: str, user: fx.Node
+    ) -> fx.Node:
+        """A node before `user` that computes a constant, written as `text`."""
+        with self._graph.inserting_before(user):
+            node: fx.Node = self._graph.call_function(function, args)
+        node.meta["text"] = text
+        return node
+
+
+def ops_of(graph: fx.Graph) -> list[fx.Node]:
+    """What was traced: all calls but those that stand for a text."""
+    return [n for n in graph.nodes if n.op.startswith("call_") and "text" not in n.meta]
+
+
+def kind_of(node: fx.Node) -> tuple[str, str, str]:
+    """Equal for ops that may be the same one in two graphs."""
+    return node.op, str(node.target), node.meta.get("module", "")
+
+
+def leaves_of(node: fx.Node) -> list[Any]:
+    """All arguments, in the order in which `map_aggregate` meets them."""
+    found: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), found.append)
+    return found
