@@ -48,9 +48,7 @@ def stage_file(capture: Capture, wiring: StageWiring, j: int, n: int) -> StageFi
         "imports": _imports(code),
         "constructor": made.lines or ("pass",),
         "signature": ", ".join(["self", *(f"{name}: Tensor" for name in parameters)]),
-        "result": "Tensor"
-        if len(results) == 1
-        else f"tuple[{', '.join(['Tensor'] * len(results))}]",
+        "result": "Tensor" if len(results) == 1 else f"tuple[{_tensors(len(results))}]",
         "body": [text for line in body for text in str(line).split("\n")],
     }
     return StageFile(fields, parameters, made)

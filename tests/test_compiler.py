@@ -1,5 +1,6 @@
 """The straight line: small models with one difficulty each come out as what they were."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -51,6 +52,13 @@ def test_a_package_computes_what_the_model_does(kind, devices, schedule, checkpo
     result = verify(package.write(tmp_path / "out"), target_of(kind), batch=10)
     assert result.equal, result
     assert [d.group for d in result.differences][-1] == "eval(): outputs"
+
+
+def test_a_stage_may_take_nothing_and_hand_nothing_on(tmp_path):
+    target = dataclasses.replace(target_of(models.Chain), factory=models.Counted)
+    package = compile_flat(models.Counted(), (torch.randn(8, 6),), devices="cpu*2", microbatches=4)
+    assert package.wiring.stages[0].inputs == package.wiring.stages[0].outputs == ()
+    assert verify(package.write(tmp_path / "out"), target, batch=10).equal
 
 
 def test_state_has_the_models_keys_in_its_order_unused_ones_too(tmp_path):
