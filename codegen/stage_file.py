@@ -45,8 +45,8 @@ def stage_file(capture: Capture, wiring: StageWiring, j: int, n: int) -> StageFi
         "summary": _summary(capture, nodes),
         "takes": [_take(capture, port, names) for port in wiring.inputs],
         "returns": [f"Returns {names[value]}: {capture.specs[value]}" for value in wiring.outputs],
-        "imports": _imports(code),
-        "constructor": made.lines or ("pass",),
+        "imports": _imports(code, typed=bool(parameters or results)),
+        "constructor": made.lines,
         "signature": ", ".join(["self", *(f"{name}: Tensor" for name in parameters)]),
         "result": "Tensor" if len(results) == 1 else f"tuple[{_tensors(len(results))}]",
         "body": [text for line in body for text in str(line).split("\n")],
@@ -120,9 +120,9 @@ def _take(capture: Capture, port: Port, names: dict[str, str]) -> str:
     return f"Takes {names[port.value]}: {capture.specs[port.value]} from {origin}"
 
 
-def _imports(code: str) -> list[str]:
+def _imports(code: str, typed: bool) -> list[str]:
     lines = ["import torch"] if re.search(r"(?<![\w.])torch\.", code) else []
-    lines.append("from torch import Tensor, nn")
+    lines.append("from torch import Tensor, nn" if typed else "from torch import nn")
     if re.search(r"(?<![\w.])F\.", code):
         lines.append("from torch.nn import functional as F")
     return lines
