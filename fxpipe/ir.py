@@ -168,11 +168,14 @@ class Chain:
     `cuttable[k]` says whether a stage may end after block k (the last block always may). Values
     are those read by another block than their producer's, or, as block `len(blocks)`, by the
     caller; model inputs (producer -1) go straight from the caller to each stage that reads them.
+    `divides[k]` is the number of the model's modules that a cut after block k would divide; a bare
+    chain has none.
     """
 
     blocks: tuple[Block, ...]
     values: tuple[Value, ...]
     cuttable: tuple[bool, ...]
+    divides: tuple[int, ...] = ()
 
     def crossing(self, k: int) -> tuple[Value, ...]:
         """The values that a cut after block k sends on."""

@@ -191,7 +191,25 @@ def _chain(capture: Capture, profile: Profile, blocks: Sequence[Sequence[str]]) 
         blocks=tuple(_block(capture, profile, [nodes[name] for name in block]) for block in blocks),
         values=tuple(values),
         cuttable=(True,) * len(blocks),
+        divides=tuple(_divides(capture, nodes, blocks)),
     )
+
+
+def _divides(
+    capture: Capture, nodes: Mapping[str, fx.Node], blocks: Sequence[Sequence[str]]
+) -> Iterable[int]:
+    """How many modules have forward lines both before and after each place between blocks."""
+    for before, after in pairwise(blocks):
+        above = [_callers(capture, nodes[name]) for name in (before[-1], after[0])]
+        same = [a == b for a, b in zip(*above, strict=False)]
+        yield [*same, False].index(False)
+    yield 0
+
+
+def _callers(capture: Capture, node: fx.Node) -> list[str]:
+    """The modules, outermost first, in whose forward the op's line is."""
+    path = capture.ops[node.name].module.split(".")
+    return path[:-1] if node.op == "call_module" else path
 
 
 def _block(capture: Capture, profile: Profile, nodes: Sequence[fx.Node]) -> Block:

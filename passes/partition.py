@@ -87,6 +87,8 @@ def partition(
     `solver` is one of `SOLVERS`; `seed` and `time_limit_s` are for those that use chance or time.
     Raises PlanError where no such cut exists, ScheduleError for an unknown schedule.
     """
+    from fxpipe.passes.partition_tidy import tidy  # it imports this module, as the solvers do
+
     edges = _edges(chain)
     _check_counts(n_stages, n_microbatches, len(edges) - 1, solver)
     problem = Problem(
@@ -100,11 +102,12 @@ def partition(
     )
     score = Scorer(problem)
     solution = _solve(solver, score, seed, time_limit_s)
-    estimate = score.estimate(solution.cuts)
+    cuts = tidy(score, solution.cuts)
+    estimate = score.estimate(cuts)
     if max(estimate.peak_bytes) > capacity_bytes:
         raise PlanError(_does_not_fit(problem, estimate, checkpoint))
     return Plan(
-        cuts=solution.cuts,
+        cuts=cuts,
         stage_to_device=tuple(range(n_stages)),
         schedule_name=schedule,
         schedule=problem.schedule,

@@ -170,3 +170,17 @@ def test_what_asks_for_the_models_dtype_stays_with_what_tells_it():
             "return x + bias",
         ],
     ]
+
+
+def test_a_cut_divides_the_modules_whose_forward_goes_on_behind_it():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+            self.b = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    chain = chain_of(nn.Sequential(Inner(), Inner()), torch.randn(4, 6))
+    assert chain.divides == (1, 0, 1, 0)

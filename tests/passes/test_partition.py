@@ -1,5 +1,7 @@
 """What cuts cost, and what can't be planned."""
 
+import dataclasses
+
 import pytest
 from chains import KIB, block, plain
 
@@ -187,3 +189,19 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 def test_an_unknown_schedule() -> None:
     with pytest.raises(ScheduleError, match="no schedule 'zb'"):
         plan(plain(blocks(2)), 1, schedule="zb")
+
+
+def test_a_cut_moves_to_where_it_divides_fewer_modules_if_that_costs_almost_nothing() -> None:
+    blocks = tuple(Block((f"op{k}",), 10.0 if k in (0, 5) else 0.01, 0.0) for k in range(6))
+    values = tuple(Value(f"op{k}", 8, k, (k + 1,), True) for k in range(5))
+    bare = Chain(blocks, values, (True,) * 6)
+    shortest = plan(bare, 2)
+    for whole in (1, 2, 3, 4, 5):
+        divides = tuple(0 if k + 1 == whole else 2 for k in range(6))
+        tidy = plan(dataclasses.replace(bare, divides=divides), 2)
+        assert tidy.cuts == (whole,)
+        assert tidy.estimate.step_ms <= 1.01 * shortest.estimate.step_ms
+    uneven = tuple(dataclasses.replace(b, forward_ms=1.0 + (k == 3)) for k, b in enumerate(blocks))
+    chain = dataclasses.replace(bare, blocks=uneven)
+    dear = dataclasses.replace(chain, divides=(0, 2, 2, 2, 2, 2))
+    assert plan(dear, 2).cuts == plan(chain, 2).cuts != (1,)
