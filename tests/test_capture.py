@@ -96,6 +96,22 @@ def test_ops_that_one_mode_alone_runs_are_marked_with_it():
     assert [node.target for node in captured.graph.nodes].count(by_mode) == 2
 
 
+def test_a_mode_is_told_apart_however_small_its_effect():
+    class Faint(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            y = self.layer(x) * 1e-6
+            if self.training:
+                y = y * torch.empty(y.size(0), 1).bernoulli_(0.5)
+            return x + y
+
+    captured = capture(Faint(), (torch.randn(4, 6),), {})
+    assert [node.target for node in captured.graph.nodes].count(by_mode) == 1
+
+
 def test_another_output_in_eval_mode_is_told():
     class Auxiliary(models.Chain):
         def forward(self, x):

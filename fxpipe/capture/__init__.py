@@ -57,19 +57,20 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         open_dtypes(graph, flat, tensors, trace)
     one_more = with_rows(tensors, batched, [*range(max(batch, 2)), 0])
     check = Check(flat, graph, modules, names.state, one_more)
-    if depends_on_mode(graph) or not check.agrees_in_eval_mode():
+    found = check.run()
+    if not found.identical_in_eval or depends_on_mode(graph, found.ops):
         with untouched(model, names.state):
             modules.update(merge_modes(graph, flat, tensors, trace))
-    ops, checked = check.run()
+        found = check.run()
+    ops = found.ops
     _drop_dead(graph, ops)
     literals, specs = _describe_values(graph)
-    found = {name: op for name, op in ops.items() if name in specs or name not in literals}
-    live = {node.name for node in graph.nodes}
+    live = {node.name for node in graph.nodes if node.name in specs or node.name not in literals}
     return Capture(
         model_name=type(model).__name__,
         graph=graph,
         modules=modules,
-        ops={name: op for name, op in found.items() if name in live},
+        ops={name: op for name, op in ops.items() if name in live},
         literals=literals,
         specs=specs,
         inputs=tuple(
@@ -85,7 +86,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         dtype=model_dtype(model),
         batch=batch,
         fingerprint=_fingerprint(graph, specs),
-        checked=checked,
+        checked="train and eval" if found.agrees_in_eval else "train",
     )
 
 

@@ -6,7 +6,7 @@ and which the user wrote as such can't be seen in one graph: the model is traced
 mode, and the two are merged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -17,14 +17,21 @@ from fxpipe.capture.dynamo import FlatModel
 from fxpipe.capture.edit import Flags, Trace, kind_of, leaves_of, ops_of
 from fxpipe.errors import FxpipeError
 from fxpipe.interpret import DTYPE, HUNK, MODE, TRAINING, by_mode, model_dtype, when_training
+from fxpipe.ir import Op
 
 _ATTENTION: object = torch._C._nn.scaled_dot_product_attention
 
 
-def depends_on_mode(graph: fx.Graph) -> bool:
-    """Whether an op, not of a stock module, holds a constant that could depend on the mode."""
+def depends_on_mode(graph: fx.Graph, ops: Mapping[str, Op]) -> bool:
+    """Whether an op, not of a stock module, could depend on the mode.
+
+    So could each that draws random numbers or holds a flag. Its effect may be too small to be seen
+    in the outputs: layers scaled by 1e-6 are common.
+    """
     return any(
-        node.target is _ATTENTION or any(leaf is True for leaf in leaves_of(node))
+        node.target is _ATTENTION
+        or (node.name in ops and ops[node.name].random)
+        or any(leaf is True for leaf in leaves_of(node))
         for node in ops_of(graph)
         if node.op != "call_module"
     )
