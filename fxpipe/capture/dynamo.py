@@ -45,7 +45,7 @@ def dynamo_graph(model: nn.Module, tensors: Sequence[Tensor], batched: Sequence[
     Returns the graph inside its GraphModule (`graph.owning_module`), which holds the model's own
     parameters and buffers by reference. Raises CaptureError with the user's line.
 
-    `_dynamo_graph_capture_for_export` is private to torch; tried with torch 2.11 and 2.13.
+    `_dynamo_graph_capture_for_export` is private to torch: tests/test_private.py.
     """
     from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
 

@@ -1,0 +1,44 @@
+"""What fxpipe uses of torch that is private or half so, by the one place that uses it.
+
+Tried with torch 2.13. If a name is gone in another version, its place is all there is to mend.
+"""
+
+import importlib
+import inspect
+
+import pytest
+
+PRIVATE = {
+    "torch._dynamo.functional_export._dynamo_graph_capture_for_export": "capture/dynamo.py",
+    "torch._dynamo.exc.TorchDynamoException": "capture/dynamo.py",
+    "torch._dynamo.config.ignore_logging_functions": "capture/dynamo.py",
+    "torch._dynamo.config.allow_rnn": "capture/dynamo.py",
+    "torch.fx.experimental.symbolic_shapes.ConstraintViolationError": "capture/dynamo.py",
+    "torch.ops.higher_order.tag_activation_checkpoint": "capture/graph.py",
+    "torch.utils._python_dispatch.TorchDispatchMode": "capture/observe.py, runtime/random.py",
+    "torch.Tag.nondeterministic_seeded": "capture/observe.py, runtime/random.py",
+    "torch.utils._pytree.tree_map": "meter.py",
+    "torch.utils._sympy.printers.PythonPrinter": "specs.py",
+    "torch.fx.node.map_aggregate": "capture/edit.py",
+    "torch._C._set_grad_enabled": "codegen/body.py, passes/linearize.py",
+    "torch.amp.autocast_mode._enter_autocast": "codegen/body.py, passes/linearize.py",
+    "torch.amp.autocast_mode._exit_autocast": "codegen/body.py, passes/linearize.py",
+    "torch._C._nn.scaled_dot_product_attention": "capture/modes.py",
+    "torch.autograd.graph.get_gradient_edge": "runtime/step.py",
+}
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_it_is_there(name):
+    parts = name.split(".")
+    found = importlib.import_module("torch")
+    for place, part in enumerate(parts[1:], start=2):
+        if not hasattr(found, part):
+            importlib.import_module(".".join(parts[:place]))
+        found = getattr(found, part)
+
+
+def test_the_capture_takes_a_module_and_returns_a_function_of_its_inputs():
+    from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
+
+    assert next(iter(inspect.signature(_dynamo_graph_capture_for_export).parameters)) == "mod"
