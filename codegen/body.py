@@ -4,6 +4,7 @@ What the user wrote as one expression is one expression again; a module that a g
 than once gets a variable.
 """
 
+import ast
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -160,7 +161,7 @@ class Body:
 
     def _write(self, node: fx.Node, writer: Writer, wanted: bool) -> Iterator[Line]:
         statement = writer.statement(node, self.names[node.name], wanted)
-        *before, last = statement.splitlines()
+        *before, last = _unparenthesized(statement).splitlines()
         yield from (Line(self._indent + line) for line in before)
         spec = self.capture.specs.get(node.name)
         yield Line(self._indent + last, "" if spec is None else str(spec))
@@ -169,7 +170,8 @@ class Body:
         variables = ", ".join(self.names[item.name] if item else "_" for item in items)
         specs = {str(self.capture.specs[item.name]) for item in items if item}
         comment = specs.pop() if len(specs) == 1 else ""
-        return Line(f"{self._indent}{variables} = {writer.expression(node)}", comment)
+        code = _unparenthesized(f"{variables} = {writer.expression(node)}")
+        return Line(self._indent + code, comment)
 
     def _is_region(self, node: fx.Node) -> bool:
         return node.target in (
@@ -210,6 +212,11 @@ def _items(node: fx.Node, following: Sequence[fx.Node]) -> list[fx.Node | None]:
             return []
         items[item.args[1]] = item
     return items if len(following) >= len(node.users) > 0 else []
+
+
+def _unparenthesized(code: str) -> str:
+    """The same code with no more parentheses than it needs."""
+    return ast.unparse(ast.parse(code))
 
 
 def names_device(node: fx.Node) -> bool:

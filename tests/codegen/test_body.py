@@ -92,7 +92,7 @@ def test_a_module_that_a_group_names_twice_gets_a_variable():
     model.forward = lambda x: model.blocks[0](x)
     assert body(model, torch.randn(4, 6)) == [
         'blocks_0 = self.blocks["0"]',
-        "output = (x * blocks_0.scale) + blocks_0.shift",
+        "output = x * blocks_0.scale + blocks_0.shift",
         "return output",
     ]
 

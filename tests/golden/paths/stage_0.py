@@ -26,7 +26,7 @@ class Stage0(nn.Module):
         # models.py:116 | y = y * (torch.rand(y.size(0), 1, dtype=y.dtype) > 0.25) / 0.75
         if self.training:
             # float32[batch, 6]
-            y_2 = (y * (torch.rand(batch, 1, dtype=dtype) > 0.25)) / 0.75
+            y_2 = y * (torch.rand(batch, 1, dtype=dtype) > 0.25) / 0.75
         y = y_2 if self.training else y  # float32[batch, 6]
 
         # models.py:117 | x = x + y
