@@ -108,7 +108,7 @@ class Body:
             condition = "self.training" if mode else "not self.training"
             yield Line(self._indent + (other or f"if {condition}:"))
             self._indent += "    "
-            self._short = {}  # variables of one branch are unknown to the other
+        self._short = {}  # what one branch binds is unknown to the other, and behind both
         self._mode = mode
 
     def _shorten(self, module: str, members: Sequence[fx.Node]) -> Iterator[Line]:

@@ -7,6 +7,8 @@ from flat import compile_flat
 from torch import nn
 from torch.nn import functional as F
 
+import fxpipe
+
 
 def body(model, *args):
     """The lines of a one-stage forward without comments."""
@@ -111,3 +113,31 @@ def test_a_write_in_place_stays_a_statement():
         "y[:, 0] = 1",
         "return y",
     ]
+
+
+def test_a_modules_variable_bound_in_one_mode_is_not_used_behind_it(tmp_path):
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((6,), 2.0))
+            self.shift = nn.Parameter(torch.ones(6))
+
+        def forward(self, x):
+            if self.training:
+                x = torch.addcmul(self.shift, x, self.scale)
+            return x * self.scale + self.shift
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Inner()])
+
+        def forward(self, x):
+            return self.blocks[0](x)
+
+    model, x = Outer(), torch.randn(4, 6)
+    package = compile_flat(model, (x,), devices="cpu*1", microbatches=2)
+    pipe = fxpipe.load(package.write(tmp_path / "out"))
+    pipe.load_state_dict(model.state_dict())
+    for training in (True, False):
+        torch.testing.assert_close(pipe.train(training)(x), model.train(training)(x))
