@@ -7,7 +7,9 @@ from collections.abc import Container, Iterable, Sequence
 
 from torch import fx
 
-_OURS = {"self", "torch", "nn", "F", "Tensor", "batch", "dtype", "device"}
+from fxpipe.specs import SIZES
+
+_OURS = {"self", "torch", "nn", "F", "Tensor", "dtype", "device", *SIZES}
 _TAKEN = {*dir(builtins), *keyword.kwlist, *_OURS}
 
 

@@ -9,6 +9,7 @@ from torch import fx
 from fxpipe.codegen.body import Body, Line, names_device, reads
 from fxpipe.codegen.constructor import Constructor, construct
 from fxpipe.codegen.names import local_names, path, plain
+from fxpipe.codegen.sizes import size_lines
 from fxpipe.ir import Capture, Port, StageWiring
 
 
@@ -62,14 +63,14 @@ def _opening(
     made: Constructor,
 ) -> Iterator[Line]:
     """What the ops need to know of the inputs: batch size, dtype, device."""
-    literals = {capture.literals.get(v.name, "") for node in nodes for v in reads(node)}
-    if any("batch" in text for text in literals):
-        yield Line(f"batch = {_batch(capture, inputs, names)}")
+    literals = [capture.literals.get(v.name, "") for node in nodes for v in reads(node)]
+    given = [(names[port.value], capture.specs[port.value]) for port in inputs]
+    yield from map(Line, size_lines(literals, given))
     if any(re.search(r"\bdtype\b", text) for text in literals):
         yield Line(f"dtype = {_dtype(capture, inputs, names, made)}")
     if any(names_device(node) for node in nodes):
-        given = f"{names[inputs[0].value]}.device" if inputs else 'torch.device("cpu")'
-        yield Line(f"device = {given}")
+        device = f"{given[0][0]}.device" if given else 'torch.device("cpu")'
+        yield Line(f"device = {device}")
 
 
 def _dtype(
@@ -83,20 +84,6 @@ def _dtype(
         if capture.specs[port.value].torch_dtype == capture.dtype:
             return f"{names[port.value]}.dtype"
     return "torch.get_default_dtype()"
-
-
-def _batch(capture: Capture, inputs: Sequence[Port], names: dict[str, str]) -> str:
-    """The batch size read off an input, one that has it as a dimension if possible."""
-    specs = [(names[port.value], capture.specs[port.value]) for port in inputs]
-    for name, spec in specs:
-        if spec.batch_dim is not None:
-            return f"{name}.size({spec.batch_dim})"
-    for name, spec in specs:
-        for place, dim in enumerate(spec.shape):
-            factor, _, rest = str(dim).partition("*")
-            if rest == "batch" and factor.isdecimal():
-                return f"{name}.size({place}) // {factor}"
-    raise AssertionError("wiring gives a stage that needs the batch size a value that has it")
 
 
 def _tensors(count: int) -> str:

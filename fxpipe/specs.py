@@ -1,5 +1,6 @@
 """What is known of each value before it is computed: shapes and sizes as expressions in `batch`."""
 
+import re
 from typing import Any
 
 import torch
@@ -7,6 +8,25 @@ from torch import Tensor
 from torch.utils._sympy.printers import PythonPrinter
 
 from fxpipe.runtime.manifest import TensorSpec
+
+SIZES = ("batch", "length", "depth", "height", "width")  # and `length_2`, where there are two
+_NAME = re.compile(rf"\b(?:{'|'.join(SIZES)})(?:_\d+)?\b")
+
+
+def sizes_in(text: str) -> tuple[str, ...]:
+    """The names of sizes in an expression, each once."""
+    return tuple(dict.fromkeys(_NAME.findall(text)))
+
+
+def where_told(spec: TensorSpec, name: str) -> tuple[int, int] | None:
+    """A dimension of `spec` that tells the size `name`, and by how much it is multiplied there."""
+    if name in spec.shape:
+        return spec.shape.index(name), 1
+    for place, dim in enumerate(spec.shape):
+        factor, _, rest = str(dim).partition("*")
+        if rest == name and factor.isdecimal():
+            return place, int(factor)
+    return None
 
 
 def tensor_spec(value: Tensor) -> TensorSpec:
