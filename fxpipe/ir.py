@@ -65,16 +65,17 @@ class Capture:
     """The model as one torch-level graph that holds its real modules, parameters and buffers.
 
     `get_attr` nodes read `state` under the model's own names; calls of stock `torch.nn` modules
-    are `call_module` nodes on `modules`; a node that computes a size is in `literals`, as Python
-    text in terms of `batch`, and every other one but placeholders is in `ops`. `outputs` are the
-    values of the output's tensors in the order of `output_structure`. `aliases` maps each further
-    name of a tied parameter to its first; `saved` are the names that a state_dict has; `dtype` is
-    that of the model's parameters.
+    are `call_module` nodes on `modules`; `tree` has every module by path. A node that computes a
+    size is in `literals`, as Python text in terms of `batch`, and every other one but placeholders
+    is in `ops`. `outputs` are the values of the output's tensors in the order of
+    `output_structure`. `aliases` maps each further name of a tied parameter to its first; `saved`
+    are the names that a state_dict has; `dtype` is that of the model's parameters.
     """
 
     model_name: str
     graph: fx.Graph
     modules: Mapping[str, nn.Module]
+    tree: Mapping[str, nn.Module]
     ops: Mapping[str, Op]
     literals: Mapping[str, str]
     specs: Mapping[str, TensorSpec]

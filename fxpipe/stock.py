@@ -1,14 +1,31 @@
 """Stock `torch.nn` modules: which can be written as their own constructor call, and how."""
 
 import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 
-def constructor(module: nn.Module) -> str | None:
-    """The expression that rebuilds `module` but for its values: `nn.Conv2d(3, 64, 3, padding=1)`.
+@dataclass(frozen=True, slots=True)
+class StockModule:
+    """A class of `torch.nn` and the arguments that rebuild a module of it.
+
+    `arguments` are all that it was built with; only those in `needed` differ from the defaults.
+    """
+
+    kind: type[nn.Module]
+    arguments: Mapping[str, Any]
+    needed: frozenset[str]
+
+    def __str__(self) -> str:
+        return _expression(self.kind, {k: v for k, v in self.arguments.items() if k in self.needed})
+
+
+def stock_module(module: nn.Module) -> StockModule | None:
+    """How `module` is rebuilt but for its values.
 
     None unless the class is one of `torch.nn` itself, without hooks or changed methods, and the
     expression, evaluated on the meta device, gives a module with the same state and settings.
@@ -21,17 +38,24 @@ def constructor(module: nn.Module) -> str | None:
     arguments = _arguments(module)
     if arguments is None or not _rebuilds(_expression(kind, arguments), module):
         return None
-    for name, parameter in inspect.signature(kind).parameters.items():
-        if name in arguments and parameter.default is not inspect.Parameter.empty:
-            fewer = {key: value for key, value in arguments.items() if key != name}
-            if _rebuilds(_expression(kind, fewer), module):
-                arguments = fewer
     for name, value in arguments.items():
         if isinstance(value, tuple | list) and len(set(value)) == 1:
             shorter = {**arguments, name: value[0]}
             if _rebuilds(_expression(kind, shorter), module):
                 arguments = shorter
-    return _expression(kind, arguments)
+    needed = dict(arguments)
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if name in arguments and parameter.default is not inspect.Parameter.empty:
+            fewer = {key: value for key, value in needed.items() if key != name}
+            if _rebuilds(_expression(kind, fewer), module):
+                needed = fewer
+    return StockModule(kind, arguments, frozenset(needed))
+
+
+def constructor(module: nn.Module) -> str | None:
+    """The expression that rebuilds a stock module: `nn.Conv2d(3, 64, 3, padding=1)`."""
+    found = stock_module(module)
+    return None if found is None else str(found)
 
 
 def forward_takes_one(module: nn.Module) -> bool:

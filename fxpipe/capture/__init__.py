@@ -70,6 +70,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         model_name=type(model).__name__,
         graph=graph,
         modules=modules,
+        tree=dict(model.named_modules(remove_duplicate=False)),
         ops={name: op for name, op in ops.items() if name in live},
         literals=literals,
         specs=specs,

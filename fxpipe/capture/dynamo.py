@@ -86,8 +86,13 @@ def dynamo_graph(model: nn.Module, tensors: Sequence[Tensor], batched: Sequence[
 
 def user_frame(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """The innermost frame that is neither torch's nor ours."""
-    own = [f for f in stack if not f.filename.startswith((_TORCH, _HERE)) and f.filename[:1] != "<"]
-    return own[-1] if own else None
+    return next(reversed(user_frames(stack)), None)
+
+
+def user_frames(stack: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """The frames that are neither torch's nor ours, outermost first."""
+    ours = (_TORCH, _HERE, "<")
+    return [frame for frame in stack if not frame.filename.startswith(ours)]
 
 
 def parse_stack(text: str) -> list[traceback.FrameSummary]:

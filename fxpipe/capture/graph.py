@@ -1,13 +1,14 @@
 """Dynamo's graph under the model's own names, with its checkpoint regions opened."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument, Target
 
-from fxpipe.capture.dynamo import parse_stack, user_frame
+from fxpipe.capture.dynamo import parse_stack, user_frames
 from fxpipe.capture.names import ModelNames
 from fxpipe.errors import CaptureError
 from fxpipe.ir import SourceLine
@@ -24,8 +25,10 @@ def own_graph(found: fx.Graph, names: ModelNames, inputs: Sequence[str]) -> fx.G
     """`found` anew: inputs called `inputs`, `get_attr` nodes by the model's names for its state.
 
     Each node's `meta` keeps `val` (its fake value), `module` (path of the module that called it),
-    `call` (which call of which module) and `source` (the user's line). `names.state` grows by the
-    tensors that tracing itself made. Raises CaptureError for regions that can't be opened.
+    `call` (which call of which module), `stack` (path and call of each module that it is inside of,
+    outermost first), `source` (the user's line) and `frames` (all of the user's lines that led to
+    it, outermost first). `names.state` grows by the tensors that tracing itself made. Raises
+    CaptureError for regions that can't be opened.
     """
     builder = _Builder(names)
     placeholders = [node for node in found.nodes if node.op == "placeholder"]
@@ -105,7 +108,9 @@ class _Builder:
             "val": node.meta.get("example_value"),
             "module": module,
             "call": stack[-1] if stack else "",
+            "stack": tuple((self.names.module(key), key) for key in stack),
             "source": _source(node),
+            "frames": _frames(node),
         }
         return made
 
@@ -132,10 +137,17 @@ def _attribute(owner: torch.nn.Module, target: str) -> Any:
 
 
 def _source(node: fx.Node) -> SourceLine | None:
-    frame = user_frame(parse_stack(node.meta.get("stack_trace") or ""))
-    if frame is None or frame.lineno is None:
-        return None
-    return SourceLine(short_path(frame.filename), frame.lineno, (frame.line or "").strip())
+    return next(reversed(_frames(node)), None)
+
+
+def _frames(node: fx.Node) -> tuple[SourceLine, ...]:
+    return _lines(node.meta.get("stack_trace") or "")
+
+
+@lru_cache(maxsize=64)  # ops of one line stand together
+def _lines(stack: str) -> tuple[SourceLine, ...]:
+    frames = user_frames(parse_stack(stack))
+    return tuple(SourceLine(short_path(f.filename), f.lineno or 0, f.line or "") for f in frames)
 
 
 def short_path(file: str) -> str:
