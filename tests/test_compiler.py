@@ -29,6 +29,7 @@ MAKERS = {
     models.Tied: lambda rows: {"tokens": torch.randint(11, (rows, 5))},
     models.Structured: structured,
     models.Paths: lambda rows: {"x": torch.randn(rows, 6)},
+    models.Cached: lambda rows: {"x": torch.randn(rows, 2, 6)},
 }
 
 
@@ -52,6 +53,18 @@ def test_a_package_computes_what_the_model_does(kind, devices, schedule, checkpo
     result = verify(package.write(tmp_path / "out"), target_of(kind), batch=10)
     assert result.equal, result
     assert [d.group for d in result.differences][-1] == "eval(): outputs"
+
+
+def test_a_cache_may_be_an_input_too(tmp_path):
+    def inputs(rows):
+        past = models.Cache()
+        for k in range(3):
+            past.update(k, torch.randn(rows, 1, 6))
+        return {"x": torch.randn(rows, 2, 6), "past": past}
+
+    target = dataclasses.replace(target_of(models.Cached), make_inputs=inputs)
+    package = compile_flat(models.Cached(), kwargs=inputs(8), devices="cpu*2", microbatches=4)
+    assert verify(package.write(tmp_path / "out"), target, batch=10).equal
 
 
 def test_a_stage_may_take_nothing_and_hand_nothing_on(tmp_path):

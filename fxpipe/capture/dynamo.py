@@ -15,7 +15,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from fxpipe.errors import CaptureError
-from fxpipe.runtime.structure import Structure, rebuild, tensors_of
+from fxpipe.runtime.structure import Structure, assemble, imported, tensors_of
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _HERE = str(Path(__file__).parent) + os.sep
@@ -31,12 +31,12 @@ class FlatModel(nn.Module):
     def __init__(self, model: nn.Module, inputs: Structure, outputs: Structure) -> None:
         super().__init__()
         self.model = model
-        self.inputs = inputs
+        self.inputs = imported(inputs)  # here, since Dynamo does not trace an import
         self.outputs = outputs
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors of the model's output, given those of its input."""
-        return tensors_of(self.outputs, self.model(**rebuild(self.inputs, tensors)))
+        return tensors_of(self.outputs, self.model(**assemble(self.inputs, tensors)))
 
 
 def dynamo_graph(model: nn.Module, tensors: Sequence[Tensor], batched: Sequence[bool]) -> fx.Graph:

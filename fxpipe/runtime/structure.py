@@ -4,27 +4,39 @@ A structure is one of
     {"tensor": 3}                              the fourth tensor
     {"constant": None}                         None, a bool, a number or a string
     {"tuple": [...]}, {"list": [...]}, {"dict": {"key": ...}}
+    {"items": [[0, ...], [1, ...]]}            a dict with other keys than strings
     {"class": "package.module:Name", "fields": {"logits": ...}}
-where the class is a named tuple or a dataclass (which transformers' outputs are).
+    {"object": "package.module:Name", "attributes": {"keys": ...}}
+    {"dtype": "float32"}, {"type": "package.module:Name"}
+    {"dtype": 3}, {"device": 3}                an object's note of what its fourth tensor has
+where the class is a named tuple or a dataclass (which transformers' outputs are), made by calling
+it, and the object any other with plain attributes (a cache of keys and values), made of them.
 """
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from fxpipe.errors import InputError
 
 Structure = dict[str, Any]
+_NAMED = ("class", "object", "type")
 
 
 def describe(obj: object) -> tuple[Structure, list[Tensor]]:
-    """The structure of `obj` and its tensors in order. Raises InputError for other classes."""
+    """The structure of `obj` and its tensors in order. Raises InputError for others."""
     tensors: list[Tensor] = []
-    return _describe(obj, tensors), tensors
+    try:
+        return _describe(obj, tensors), tensors
+    except RecursionError:
+        raise InputError(
+            f"a {type(obj).__name__} that holds itself can't be passed through a pipeline"
+        ) from None
 
 
 def tensors_of(structure: Structure, obj: Any) -> list[Tensor]:
@@ -40,19 +52,45 @@ def rebuild(structure: Structure, tensors: Sequence[Any]) -> Any:
     A class that can't be imported here becomes a SimpleNamespace with the same fields, so that a
     package gives its outputs where the model's library is not installed.
     """
-    kind = next(iter(structure))
+    return assemble(imported(structure), tensors)
+
+
+def imported(node: Any) -> Any:
+    """The same structure with each class itself in the place of its name."""
+    if isinstance(node, list):
+        return [imported(child) for child in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: _found(child) if key in _NAMED and isinstance(child, str) else imported(child)
+        for key, child in node.items()
+    }
+
+
+def assemble(structure: Structure, tensors: Sequence[Any]) -> Any:
+    """What `rebuild` gives, of a structure that is `imported`."""
+    kind, inner = next(iter(structure.items()))
     if kind == "tensor":
-        return tensors[structure["tensor"]]
-    if kind == "constant":
-        return structure["constant"]
+        return tensors[inner]
+    if kind in ("constant", "type"):
+        return inner
     if kind == "tuple":
-        return tuple(rebuild(child, tensors) for child in structure["tuple"])
+        return tuple(assemble(child, tensors) for child in inner)
     if kind == "list":
-        return [rebuild(child, tensors) for child in structure["list"]]
+        return [assemble(child, tensors) for child in inner]
     if kind == "dict":
-        return {key: rebuild(child, tensors) for key, child in structure["dict"].items()}
-    fields = {name: rebuild(child, tensors) for name, child in structure["fields"].items()}
-    return _constructor(structure["class"])(**fields)
+        return {key: assemble(child, tensors) for key, child in inner.items()}
+    if kind == "items":
+        return {key: assemble(child, tensors) for key, child in inner}
+    if kind == "class":
+        fields = structure["fields"].items()
+        return inner(**{name: assemble(child, tensors) for name, child in fields})
+    if kind == "object":
+        made = inner.__new__(inner)
+        for name, child in structure["attributes"].items():
+            setattr(made, name, assemble(child, tensors))
+        return made
+    return getattr(torch, inner) if isinstance(inner, str) else getattr(tensors[inner], kind)
 
 
 # Not functions within the above: one that calls itself is a cycle, and would keep the tensors alive
@@ -75,10 +113,48 @@ def _describe(node: object, tensors: list[Tensor]) -> Structure:
         return {"list": [_describe(child, tensors) for child in node]}
     if isinstance(node, Mapping) and all(isinstance(key, str) for key in node):
         return {"dict": {key: _describe(child, tensors) for key, child in node.items()}}
+    if isinstance(node, Mapping) and all(isinstance(key, int) for key in node):
+        return {"items": [[key, _describe(child, tensors)] for key, child in node.items()]}
+    if isinstance(node, torch.dtype):
+        return {"dtype": str(node).removeprefix("torch.")}
+    if isinstance(node, type):
+        return {"type": _path(node)}
+    if _is_plain(node):
+        return _describe_object(node, tensors)
     raise InputError(
         f"a value of type {type(node).__name__} can't be passed through a pipeline: use "
-        "tensors, None, numbers, strings, and tuples, lists, dicts or dataclasses of them"
+        "tensors, None, numbers, strings, and tuples, lists, dicts or objects of them"
     )
+
+
+def _is_plain(node: object) -> bool:
+    """Whether the attributes of `node` are all there is to it."""
+    kind = type(node)
+    return (
+        hasattr(node, "__dict__")
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)
+        and not isinstance(node, nn.Module)
+        and not callable(node)
+    )
+
+
+def _describe_object(node: object, tensors: list[Tensor]) -> Structure:
+    """An object's note of a dtype or device is that of its own tensors, which may be others."""
+    first = len(tensors)
+    attributes: dict[str, Structure] = {}
+    notes = {}
+    for name, value in vars(node).items():
+        if isinstance(value, torch.dtype | torch.device):
+            notes[name] = value
+        else:
+            attributes[name] = _describe(value, tensors)
+    for name, value in notes.items():
+        kind = type(value).__name__
+        same = [k for k in range(first, len(tensors)) if getattr(tensors[k], kind) == value]
+        attributes[name] = {kind: same[0]} if same else _describe(value, tensors)
+    return {"object": _path(type(node)), "attributes": attributes}
 
 
 def _collect(node: Structure, value: Any, where: str, tensors: list[Tensor]) -> None:
@@ -100,22 +176,27 @@ def _collect(node: Structure, value: Any, where: str, tensors: list[Tensor]) -> 
             raise InputError(f"{where} must be a {kind} of {len(node[kind])}, not {_short(value)}")
         for k, (child, item) in enumerate(zip(node[kind], value, strict=True)):
             _collect(child, item, f"{where}[{k}]", tensors)
-    elif kind == "dict":
-        if not isinstance(value, Mapping) or set(value) != set(node["dict"]):
-            keys = sorted(node["dict"])
+    elif kind in ("dict", "items"):
+        items = dict(node[kind])
+        if not isinstance(value, Mapping) or set(value) != set(items):
+            keys = sorted(items)
             raise InputError(f"{where} must be a dict with keys {keys}, not {_short(value)}")
-        for key, child in node["dict"].items():
+        for key, child in items.items():
             _collect(child, value[key], f"{where}[{key!r}]", tensors)
-    else:
-        for name, child in node["fields"].items():
+    elif kind in ("class", "object"):
+        for name, child in node["fields" if kind == "class" else "attributes"].items():
             _collect(child, getattr(value, name, None), f"{where}.{name}", tensors)
 
 
 def _class(node: object, fields: dict[str, Structure]) -> Structure:
-    return {"class": f"{type(node).__module__}:{type(node).__qualname__}", "fields": fields}
+    return {"class": _path(type(node)), "fields": fields}
 
 
-def _constructor(path: str) -> Callable[..., Any]:
+def _path(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _found(path: str) -> Any:
     module, _, name = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -123,7 +204,7 @@ def _constructor(path: str) -> Callable[..., Any]:
             found = getattr(found, part)
     except (ImportError, AttributeError):
         return SimpleNamespace
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _short(value: object) -> str:
