@@ -197,7 +197,9 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def function_name(target: Any) -> str:
-    """What a function is called in code that imports torch and `torch.nn.functional as F`."""
+    """What a function is called in code that imports what `_NAMESPACES` calls it by."""
+    if target is operator.abs:
+        return "abs"
     if isinstance(target, torch._ops.OpOverload):
         return f"torch.ops.{target.namespace}.{target._opname}.{target._overloadname}"
     found = _public_names().get(id(target)) or _torch_path(target)

@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpipe.specs import SIZES
 
-_OURS = {"self", "torch", "nn", "F", "Tensor", "dtype", "device", *SIZES}
+_OURS = {"self", "torch", "nn", "F", "Tensor", "math", "operator", "dtype", "device", *SIZES}
 _TAKEN = {*dir(builtins), *keyword.kwlist, *_OURS}
 
 

@@ -108,8 +108,13 @@ def _take(capture: Capture, port: Port, names: dict[str, str]) -> str:
 
 
 def _imports(code: str, typed: bool) -> list[str]:
-    lines = ["import torch"] if re.search(r"(?<![\w.])torch\.", code) else []
+    def used(name: str) -> bool:
+        return re.search(rf"(?<![\w.]){name}\.", code) is not None
+
+    lines = [f"import {name}" for name in ("math", "operator") if used(name)]
+    lines += [""] * bool(lines)  # the standard library stands apart
+    lines += ["import torch"] * used("torch")
     lines.append("from torch import Tensor, nn" if typed else "from torch import nn")
-    if re.search(r"(?<![\w.])F\.", code):
+    if used("F"):
         lines.append("from torch.nn import functional as F")
     return lines

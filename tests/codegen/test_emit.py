@@ -1,5 +1,6 @@
 """Emission: what is written is small, readable, equal in every run, and runs."""
 
+import math
 import os
 import subprocess
 import sys
@@ -80,6 +81,20 @@ def test_stage_files_import_torch_alone():
                     line for line in text.splitlines() if line.startswith(("import", "from"))
                 ]
                 assert {line.split()[1].split(".")[0] for line in imports} == {"torch"}
+
+
+def test_a_stage_imports_what_its_lines_name(tmp_path):
+    class Rounded(models.Chain):
+        def forward(self, x):
+            return self.layers(x) * math.ceil(x.size(0) / 3)
+
+    model = Rounded()
+    package = compile_flat(model, (torch.randn(4, 6),), devices="cpu*2", microbatches=2)
+    assert "import math\n\n" in package.files["stage_1.py"]
+    x = torch.randn(8, 6)
+    pipe = fxpipe.load(package.write(tmp_path / "out"))
+    pipe.load_state_dict(model.state_dict())
+    torch.testing.assert_close(pipe(x), torch.cat([model(part) for part in x.split(4)]))
 
 
 def test_two_compiles_from_one_profile_are_equal_byte_for_byte(tmp_path):

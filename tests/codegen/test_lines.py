@@ -26,6 +26,7 @@ def call(target, *args, **kwargs):
         (call(operator.sub, 1.5, x), "1.5 - x"),
         (call(operator.mul, x, -2), "x * (-2)"),
         (call(operator.neg, x), "-x"),
+        (call(operator.abs, x), "abs(x)"),
         (call(operator.and_, x, y), "x & y"),
         (call(operator.getitem, x, 0), "x[0]"),
         (call(operator.getitem, x, (slice(None), None, slice(1, None, 2))), "x[:, None, 1::2]"),
