@@ -53,6 +53,10 @@ def emit(
     files["__init__.py"] = environment.get_template("init.py.j2").render(
         model=capture.model_name, n=n, version=fxpipe.__version__, example="out"
     )
+    if capture.functions:
+        files["functions.py"] = environment.get_template("functions.py.j2").render(
+            model=capture.model_name, functions=capture.functions
+        )
     files = _formatted(files)
     files["schedule.csv"] = plan.schedule.to_csv()
     manifest = _manifest(capture, profile, plan, wiring, made, devices, files)

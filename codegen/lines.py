@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
+from fxpipe.codegen.functions import function_called
 from fxpipe.errors import CaptureError
 from fxpipe.interpret import by_mode
 
@@ -100,7 +101,9 @@ class Writer:
             return f"{in_training} if self.training else {in_evaluation}"
         if target is getattr:
             return f"{self._operand(node.args[0])}.{node.args[1]}"
-        return f"{function_name(target)}({self._arguments(*_named(node))})"
+        function = function_called(node)
+        name = f"{function}.apply" if function else function_name(target)
+        return f"{name}({self._arguments(*_named(node))})"
 
     def argument(self, value: Any) -> str:
         """An argument as text. Raises CaptureError for what has no text."""

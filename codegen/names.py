@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 
 from torch import fx
 
+from fxpipe.codegen.functions import function_called
 from fxpipe.specs import SIZES
 
 _OURS = {"self", "torch", "nn", "F", "Tensor", "math", "operator", "dtype", "device", *SIZES}
@@ -27,10 +28,13 @@ def local_names(
         for used in node.all_input_nodes:
             last_use[used.name] = max(place, last_use.get(used.name, 0))
     made_at = [*((-1, name) for name in inputs), *((k, node.name) for k, node in enumerate(ops))]
+    functions = {function_called(node) for node in ops}
     taken_until: dict[str, int] = {}
     chosen: dict[str, str] = {}
     for place, value in made_at:
         variable = base = _base(value)
+        if base in functions:
+            variable = base = f"{base}_"
         number = 1
         while taken_until.get(variable, -1) > place:
             number += 1

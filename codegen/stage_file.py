@@ -8,6 +8,7 @@ from torch import fx
 
 from fxpipe.codegen.body import Body, Line, names_device, reads
 from fxpipe.codegen.constructor import Constructor, construct
+from fxpipe.codegen.functions import functions_imported
 from fxpipe.codegen.names import local_names, path, plain
 from fxpipe.codegen.sizes import size_lines
 from fxpipe.ir import Capture, Port, StageWiring
@@ -47,6 +48,7 @@ def stage_file(capture: Capture, wiring: StageWiring, j: int, n: int) -> StageFi
         "takes": [_take(capture, port, names) for port in wiring.inputs],
         "returns": [f"Returns {names[value]}: {capture.specs[value]}" for value in wiring.outputs],
         "imports": _imports(code, typed=bool(parameters or results)),
+        "own_imports": functions_imported(capture, code),
         "constructor": made.lines,
         "signature": ", ".join(["self", *(f"{name}: Tensor" for name in parameters)]),
         "result": "Tensor" if len(results) == 1 else f"tuple[{_tensors(len(results))}]",

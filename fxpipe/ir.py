@@ -69,7 +69,8 @@ class Capture:
     size is in `literals`, as Python text in terms of `batch`, and every other one but placeholders
     is in `ops`. `outputs` are the values of the output's tensors in the order of
     `output_structure`. `aliases` maps each further name of a tied parameter to its first; `saved`
-    are the names that a state_dict has; `dtype` is that of the model's parameters.
+    are the names that a state_dict has; `functions` is the text of a module that defines the custom
+    autograd.Functions whose `apply` the graph calls; `dtype` is that of the model's parameters.
     """
 
     model_name: str
@@ -87,6 +88,7 @@ class Capture:
     state: Mapping[str, Tensor]
     aliases: Mapping[str, str]
     saved: frozenset[str]
+    functions: str
     dtype: torch.dtype
     batch: int
     fingerprint: str

@@ -3,6 +3,8 @@
 from fxpipe.capture import capture
 from fxpipe.compiler import compile
 from fxpipe.ir import Link, OpCost, Profile
+from fxpipe.target import Target
+from fxpipe.verify import verify
 
 
 def flat_profile(captured, microbatches):
@@ -28,3 +30,18 @@ def compile_flat(model, args=(), kwargs=None, *, devices, microbatches, **option
     return compile(
         model, args, kwargs, devices=devices, microbatches=microbatches, profile=profile, **options
     )
+
+
+def verified(kind, make, tmp_path, *, devices="cpu*2", checkpoint="never"):
+    """The package of `kind()`, which computes what the model does, in train and eval mode.
+
+    `make` gives keyword inputs for a number of rows. Another number than traced is compared.
+    """
+    package = compile_flat(
+        kind(), kwargs=make(8), devices=devices, microbatches=4, checkpoint=checkpoint
+    )
+    target = Target(kind.__name__, __file__, str(tmp_path), kind, make)
+    result = verify(package.write(tmp_path / "out"), target, batch=10)
+    assert result.equal, result
+    assert [d.group for d in result.differences][-1] == "eval(): outputs"
+    return package

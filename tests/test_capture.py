@@ -226,28 +226,12 @@ class NewBuffer(nn.Module):
         return x * self.total
 
 
-class Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 3
-
-
-class OwnFunction(models.Chain):
-    def forward(self, x):
-        return Own.apply(self.layers(x))
-
-
 @pytest.mark.parametrize(
     ("model", "says"),
     [
         (Branch(), ["test_capture.py", "if x.sum() > 0:", "path does not depend on the values"]),
         (Frozen(), ["one batch size only", "view(4, 6)", "x.size(0)"]),
         (NewBuffer(), ["buffer 'total'", "copy_"]),
-        (OwnFunction(), ["autograd.Function", "Own.apply(self.layers(x))"]),
     ],
     ids=lambda value: type(value).__name__,
 )

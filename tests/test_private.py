@@ -10,6 +10,8 @@ import pytest
 
 PRIVATE = {
     "torch._dynamo.functional_export._dynamo_graph_capture_for_export": "capture/dynamo.py",
+    "torch._dynamo.trace_rules.is_callable_allowed": "capture/dynamo.py",
+    "torch._dynamo.variables.misc.produce_trampoline_autograd_apply": "capture/dynamo.py",
     "torch._dynamo.exc.TorchDynamoException": "capture/dynamo.py",
     "torch._dynamo.config.ignore_logging_functions": "capture/dynamo.py",
     "torch._dynamo.config.allow_rnn": "capture/dynamo.py",

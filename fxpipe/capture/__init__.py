@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from fxpipe.capture.check import Check, refuse_new_buffers
 from fxpipe.capture.dtypes import open_dtypes
 from fxpipe.capture.dynamo import FlatModel, dynamo_graph, user_place
+from fxpipe.capture.functions import Functions
 from fxpipe.capture.graph import own_graph
 from fxpipe.capture.inputs import batch_of, bind, copies, flat_inputs, input_names, with_rows
 from fxpipe.capture.modes import depends_on_mode, merge_modes
@@ -45,12 +46,13 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         refuse_new_buffers(model, before)
         flat = FlatModel(model, input_structure, output_structure)
         inputs = input_names(input_structure, len(tensors))
+        functions = Functions()
 
         def trace(
             flat: FlatModel, tensors: Sequence[Tensor]
         ) -> tuple[fx.Graph, dict[str, nn.Module]]:
             own_names = names if flat.model is model else model_names(flat.model)
-            graph = own_graph(dynamo_graph(flat, tensors, batched), own_names, inputs)
+            graph = own_graph(dynamo_graph(flat, tensors, batched), own_names, inputs, functions)
             return graph, call_stock_modules(graph, flat.model)
 
         graph, modules = trace(flat, tensors)
@@ -84,6 +86,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         state=names.state,
         aliases=names.aliases,
         saved=names.saved,
+        functions=functions.text,
         dtype=model_dtype(model),
         batch=batch,
         fingerprint=_fingerprint(graph, specs),

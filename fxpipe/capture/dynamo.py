@@ -1,13 +1,16 @@
 """Dynamo's whole-graph capture, behind one function, with its failures told in the user's words."""
 
+import inspect
 import logging
 import os
 import re
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -74,7 +77,8 @@ def dynamo_graph(model: nn.Module, tensors: Sequence[Tensor], batched: Sequence[
     try:
         with torch._dynamo.config.patch(_SETTINGS), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what tracing got wrong, the numeric check finds
-            module = _dynamo_graph_capture_for_export(OneBatch())(*tensors)
+            with _functions_as_ops():
+                module = _dynamo_graph_capture_for_export(OneBatch())(*tensors)
     except ConstraintViolationError as error:
         raise CaptureError(_frozen_batch(str(error))) from error
     except TorchDynamoException as error:
@@ -82,6 +86,36 @@ def dynamo_graph(model: nn.Module, tensors: Sequence[Tensor], batched: Sequence[
     finally:
         guards.setLevel(level)
     return module.graph
+
+
+@contextmanager
+def _functions_as_ops() -> Iterator[None]:
+    """Each custom autograd.Function becomes one op, as `torch.compiler.allow_in_graph` does.
+
+    Dynamo's own way, a graph forward and a graph backward, has no sizes in its `ctx`, and is not
+    taken where no gradient is asked for just now. Private to torch: tests/test_private.py.
+    """
+    from torch._dynamo import trace_rules
+
+    allowed = trace_rules.is_callable_allowed
+
+    def allows(value: Any) -> bool:
+        function = isinstance(value, type) and issubclass(value, torch.autograd.Function)
+        return allowed(value) or (function and not value.__module__.startswith("torch."))
+
+    with patch.object(trace_rules, "is_callable_allowed", allows):
+        yield
+
+
+def function_of(node: fx.Node) -> type[torch.autograd.Function] | None:
+    """The custom autograd.Function that an op of Dynamo's graph applies."""
+    from torch._dynamo.variables.misc import produce_trampoline_autograd_apply
+
+    target: Any = node.target
+    if getattr(target, "_origin", None) is not produce_trampoline_autograd_apply:
+        return None
+    found: type[torch.autograd.Function] = inspect.getclosurevars(target).nonlocals["fn_cls"]
+    return found
 
 
 def user_frame(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
@@ -102,6 +136,12 @@ def parse_stack(text: str) -> list[traceback.FrameSummary]:
         traceback.FrameSummary(file, int(line), name, lookup_line=False, line=code)
         for file, line, name, code in (match.groups() for match in found)
     ]
+
+
+def short_path(file: str) -> str:
+    """The file without what is of this machine: from site-packages on, else its name."""
+    _, found, rest = file.rpartition("site-packages/")
+    return rest if found else file.rpartition("/")[2]
 
 
 def user_place(error: BaseException) -> str:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument, Target
 
-from fxpipe.capture.dynamo import parse_stack, user_frames
+from fxpipe.capture.dynamo import function_of, parse_stack, short_path, user_frames
+from fxpipe.capture.functions import Functions
 from fxpipe.capture.names import ModelNames
 from fxpipe.errors import CaptureError
 from fxpipe.ir import SourceLine
@@ -21,16 +22,18 @@ _SKIPPED: tuple[Target, ...] = (
 )
 
 
-def own_graph(found: fx.Graph, names: ModelNames, inputs: Sequence[str]) -> fx.Graph:
+def own_graph(
+    found: fx.Graph, names: ModelNames, inputs: Sequence[str], functions: Functions
+) -> fx.Graph:
     """`found` anew: inputs called `inputs`, `get_attr` nodes by the model's names for its state.
 
     Each node's `meta` keeps `val` (its fake value), `module` (path of the module that called it),
     `call` (which call of which module), `stack` (path and call of each module that it is inside of,
     outermost first), `source` (the user's line) and `frames` (all of the user's lines that led to
-    it, outermost first). `names.state` grows by the tensors that tracing itself made. Raises
-    CaptureError for regions that can't be opened.
+    it, outermost first). `names.state` grows by the tensors that tracing itself made, `functions`
+    by the custom ones that are called. Raises CaptureError for one that can't be copied.
     """
-    builder = _Builder(names)
+    builder = _Builder(names, functions)
     placeholders = [node for node in found.nodes if node.op == "placeholder"]
     for node, name in zip(placeholders, inputs, strict=True):
         builder.values[node] = builder.graph.placeholder(name)
@@ -48,8 +51,9 @@ class _Builder:
     module does, and so which of its names to use.
     """
 
-    def __init__(self, names: ModelNames) -> None:
+    def __init__(self, names: ModelNames, functions: Functions) -> None:
         self.names = names
+        self.functions = functions
         self.graph = fx.Graph()
         self.values: dict[fx.Node, Any] = {}
         self.attributes: dict[str, fx.Node] = {}
@@ -83,11 +87,6 @@ class _Builder:
     def _call(self, node: fx.Node) -> Any:
         if node.target is _CHECKPOINT:
             return self._inline(node)
-        if "autograd_function_apply" in str(node.target):
-            raise CaptureError(
-                f"a custom autograd.Function can't be captured yet ({_where(node)}): express it by "
-                "torch ops, or keep that module outside the pipelined model"
-            )
         if node.op == "call_function" and isinstance(node.args[0] if node.args else None, fx.Node):
             container = self.values[node.args[0]]  # type: ignore[index]
             if isinstance(container, list):  # an item of an opened region's outputs
@@ -102,8 +101,13 @@ class _Builder:
             return self.read(self.values[old], module)
 
         args, kwargs = fx.map_arg(node.args, new), fx.map_arg(node.kwargs, new)
-        name = "output" if node.name.startswith("child") else node.name  # pytree's own word
-        made = self.graph.create_node(node.op, node.target, args, kwargs, name)
+        target, name = node.target, node.name
+        function = function_of(node)
+        if function is not None:
+            target = self._own(function, node).apply
+        if name.startswith(("child", "trampoline")):  # words of pytree's and of Dynamo's
+            name = "output"
+        made = self.graph.create_node(node.op, target, args, kwargs, name)
         made.meta = {
             "val": node.meta.get("example_value"),
             "module": module,
@@ -113,6 +117,14 @@ class _Builder:
             "frames": _frames(node),
         }
         return made
+
+    def _own(
+        self, function: type[torch.autograd.Function], node: fx.Node
+    ) -> type[torch.autograd.Function]:
+        try:
+            return self.functions.own(function)
+        except CaptureError as error:
+            raise CaptureError(f"{error}\nIt is called at {_where(node)}") from error
 
     def _inline(self, node: fx.Node) -> list[Any]:
         body, *arguments = (self.values[arg] for arg in node.args)  # type: ignore[index]
@@ -148,12 +160,6 @@ def _frames(node: fx.Node) -> tuple[SourceLine, ...]:
 def _lines(stack: str) -> tuple[SourceLine, ...]:
     frames = user_frames(parse_stack(stack))
     return tuple(SourceLine(short_path(f.filename), f.lineno or 0, f.line or "") for f in frames)
-
-
-def short_path(file: str) -> str:
-    """The file without what is of this machine: from site-packages on, else its name."""
-    _, found, rest = file.rpartition("site-packages/")
-    return rest if found else file.rpartition("/")[2]
 
 
 def _where(node: fx.Node) -> str:
