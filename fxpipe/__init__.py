@@ -16,16 +16,17 @@ from fxpipe import errors
 if TYPE_CHECKING:
     from fxpipe.compiler import compile
     from fxpipe.package import Package
-    from fxpipe.runtime import Pipeline, load
+    from fxpipe.runtime import Pipeline, Runner, load
 
 __version__ = "0.1.0"
-__all__ = ["Package", "Pipeline", "compile", "errors", "load"]
+__all__ = ["Package", "Pipeline", "Runner", "compile", "errors", "load"]
 
 _HOMES = {
     "compile": "fxpipe.compiler",
     "Package": "fxpipe.package",
     "load": "fxpipe.runtime",
     "Pipeline": "fxpipe.runtime",
+    "Runner": "fxpipe.runtime",
 }
 
 

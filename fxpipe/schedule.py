@@ -88,6 +88,20 @@ def needs(action: Action, n_stages: int) -> Iterable[Action]:
         yield Action(stage + 1, Kind.BACKWARD, microbatch)
 
 
+def clock_order(schedule: Schedule) -> list[Action]:
+    """All actions of a table that can run, each device running at most one per clock cycle."""
+    done: list[Action] = []
+    position = [0] * len(schedule.rows)
+    while len(done) < sum(map(len, schedule.rows)):
+        before = frozenset(done)
+        for device, row in enumerate(schedule.rows):
+            following = row[position[device] : position[device] + 1]
+            if following and before.issuperset(needs(following[0], schedule.n_stages)):
+                done.extend(following)
+                position[device] += 1
+    return done
+
+
 def check(schedule: Schedule, stage_to_device: tuple[int, ...], n_microbatches: int) -> None:
     """Raise ScheduleError, naming every broken rule, unless the table can run.
 

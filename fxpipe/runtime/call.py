@@ -8,16 +8,16 @@ from torch import Tensor
 from fxpipe.runtime.copy import Links
 from fxpipe.runtime.mailbox import Mailbox
 from fxpipe.runtime.portal import CALLER, Wire, Wires, add_gradients
-from fxpipe.runtime.random import RandomStream, microbatch_seeds
+from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.stage import Stage
 
 Key = tuple[str, Wire | None, int, int]
 
 
 class Call:
-    """One call of the pipeline: its stages, the wires between them, its micro-batches' inputs.
+    """One call of the pipeline on `m` micro-batches: its stages and the wires between them.
 
-    Stage `n` stands for the pipeline's end, which is on the last stage's lane.
+    Stage `n` stands for the pipeline's end, which is on the last stage's device.
     """
 
     def __init__(
@@ -26,17 +26,32 @@ class Call:
         wires: Wires,
         links: Links,
         n_lanes: int,
-        pieces: Sequence[Mapping[str, Tensor]],
+        m: int,
     ) -> None:
         self.stages = stages
         self.wires = wires
         self.n = len(stages)
-        self.m = len(pieces)
+        self.m = m
         self._links = links
-        self.pieces = pieces
-        self._mailboxes: list[Mailbox[Key]] = [Mailbox() for _ in range(n_lanes)]
+        self._lanes: list[Mailbox[Key]] = [Mailbox() for _ in range(n_lanes)]
+        self._end: Mailbox[Key] = Mailbox()
+        self._caller: Mailbox[Key] = Mailbox()
+        self._homes: dict[tuple[str, int], torch.device] = {}
         self._random_stages = [stage.index for stage in stages if stage.spec.random]
-        self._seeds = microbatch_seeds(self.m) if self._random_stages else []
+
+    @property
+    def draws(self) -> bool:
+        """Whether any stage draws random numbers."""
+        return bool(self._random_stages)
+
+    def enter(self, i: int, piece: Mapping[str, Tensor], random: RandomStream | None) -> None:
+        """Give micro-batch i's inputs, by value, to all that read them, and its random numbers."""
+        for value, tensor in piece.items():
+            wire = Wire(CALLER, value)
+            self._homes[value, i] = tensor.device
+            for j in self.wires.readers.get(wire, ()):
+                self._mailbox(j).put(("value", wire, j, i), (tensor, tensor.requires_grad))
+        self.pass_random(CALLER, i, random)
 
     def lane(self, j: int) -> int:
         """The lane of stage j."""
@@ -48,11 +63,11 @@ class Call:
 
     def check(self, lane: int) -> None:
         """Raise StoppedError if the lane shall not begin anything more."""
-        self._mailboxes[lane].check()
+        self._lanes[lane].check()
 
     def stop(self) -> None:
         """Make every lane end at its next wait or action."""
-        for mailbox in self._mailboxes:
+        for mailbox in (*self._lanes, self._end, self._caller):
             mailbox.stop()
 
     def send_value(self, wire: Wire, i: int, tensor: Tensor, gradient: bool) -> None:
@@ -60,46 +75,50 @@ class Call:
         for j in self.wires.readers[wire]:
             source, target = self.lane(wire.source), self.lane(j)
             sent = self._links.send(tensor, source, target, i)
-            self._mailboxes[target].put(("value", wire, j, i), (sent, gradient))
+            self._mailbox(j).put(("value", wire, j, i), (sent, gradient))
 
     def value(self, wire: Wire, j: int, i: int) -> tuple[Tensor, bool]:
         """Micro-batch i's value on stage j, and whether it has a gradient; waits for it."""
+        tensor, gradient = self._mailbox(j).take(("value", wire, j, i))
         if wire.source == CALLER:
-            piece = self.pieces[i][wire.value]
-            return piece.to(self.device(j)), piece.requires_grad
-        source, target = self.lane(wire.source), self.lane(j)
-        tensor, gradient = self._mailboxes[target].take(("value", wire, j, i))
-        return self._links.receive(tensor, source, target, i), gradient
+            return tensor.to(self.device(j)), gradient
+        return self._links.receive(tensor, self.lane(wire.source), self.lane(j), i), gradient
 
     def send_gradient(self, wire: Wire, j: int, i: int, gradient: Tensor | None) -> None:
         """Send stage j's part of the gradient of micro-batch i's value back to its stage."""
-        source, target = self.lane(j), self.lane(wire.source)
-        if gradient is not None:
-            gradient = self._links.send(gradient, source, target, i)
-        self._mailboxes[target].put(("gradient", wire, j, i), gradient)
+        if gradient is not None and wire.source == CALLER:
+            gradient = gradient.to(self._homes[wire.value, i])
+        elif gradient is not None:
+            gradient = self._links.send(gradient, self.lane(j), self.lane(wire.source), i)
+        self._mailbox(wire.source).put(("gradient", wire, j, i), gradient)
 
     def gradient(self, wire: Wire, i: int) -> Tensor | None:
         """The gradient of micro-batch i's value, all readers' parts added; waits for them."""
-        target = self.lane(wire.source)
         parts: list[Tensor | None] = []
         for j in self.wires.readers.get(wire, ()):
-            part = self._mailboxes[target].take(("gradient", wire, j, i))
-            if part is not None:
-                part = self._links.receive(part, self.lane(j), target, i)
+            part = self._mailbox(wire.source).take(("gradient", wire, j, i))
+            if part is not None and wire.source != CALLER:
+                part = self._links.receive(part, self.lane(j), self.lane(wire.source), i)
             parts.append(part)
         return add_gradients(parts)
 
     def random(self, j: int, i: int) -> RandomStream | None:
-        """Where micro-batch i's random numbers stand as stage j begins; None if it draws none."""
-        if j not in self._random_stages:
+        """Where micro-batch i's random numbers stand as stage j begins; None if it draws none.
+
+        At the end, where they stand after all stages that draw some.
+        """
+        if j not in (*self._random_stages, self.n):
             return None
-        if j == self._random_stages[0]:
-            return RandomStream(self._seeds[i])
-        taken: RandomStream = self._mailboxes[self.lane(j)].take(("random", None, j, i))
+        taken: RandomStream | None = self._mailbox(j).take(("random", None, j, i))
         return taken
 
     def pass_random(self, j: int, i: int, random: RandomStream | None) -> None:
-        """Hand the random numbers on to the next stage that draws some."""
-        following = [k for k in self._random_stages if k > j]
-        if random is not None and following:
-            self._mailboxes[self.lane(following[0])].put(("random", None, following[0], i), random)
+        """Hand the random numbers on to the next stage that draws some, at last to the end."""
+        if j == CALLER or j in self._random_stages:
+            target = next((k for k in self._random_stages if k > j), self.n)
+            self._mailbox(target).put(("random", None, target, i), random)
+
+    def _mailbox(self, j: int) -> Mailbox[Key]:
+        if j == CALLER:
+            return self._caller
+        return self._end if j == self.n else self._lanes[self.lane(j)]

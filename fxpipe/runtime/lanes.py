@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 
 import torch
@@ -29,11 +30,16 @@ class Lanes:
             ).start()
         weakref.finalize(self, _end, self._queues)
 
-    def run(self, jobs: Sequence[Job], stop: Callable[[], None]) -> None:
+    def run(
+        self,
+        jobs: Sequence[Job],
+        stop: Callable[[], None],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         """Run one job on each lane, under the caller's grad mode, autocast and streams.
 
-        If one fails, or the caller is interrupted, `stop` must make the others end soon. Then the
-        first failure is raised here, after all have ended.
+        `meanwhile` runs here. If one fails, or the caller is interrupted, `stop` must make the
+        others end soon. Then the first failure is raised here, after all have ended.
         """
         ambient = Ambient.capture()
         threads_before = torch.get_num_threads()
@@ -51,6 +57,8 @@ class Lanes:
             for queue, assignment in zip(self._queues, assignments, strict=True):
                 queue.put(assignment)
                 begun.append(assignment)
+            with suppress(StoppedError):  # a lane failed, and says below why
+                meanwhile()
             _await(begun)
         except BaseException:
             stop()

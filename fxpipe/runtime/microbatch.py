@@ -44,13 +44,12 @@ def bind(manifest: Manifest, args: Sequence[object], kwargs: Mapping[str, object
     return tensors_of(manifest.input_structure, given)
 
 
-def rows_of(manifest: Manifest, tensors: Sequence[Tensor]) -> list[int]:
+def rows_of(manifest: Manifest, tensors: Sequence[Tensor], m: int) -> list[int]:
     """The rows of each micro-batch: m sizes that differ by at most 1, larger first.
 
     Checks shapes too. Without a batched input each micro-batch counts as one row. Raises
     InputError that names every input that does not fit.
     """
-    m = manifest.microbatches
     pairs = list(zip(manifest.inputs, tensors, strict=True))
     batches = {
         spec.value: tensor.size(0) for spec, tensor in pairs if spec.batched and tensor.dim()
@@ -67,8 +66,11 @@ def rows_of(manifest: Manifest, tensors: Sequence[Tensor]) -> list[int]:
         )
     if broken:
         raise InputError("\n".join(broken))
-    if batch is None:
-        return [1] * m
+    return [1] * m if batch is None else parts_of(batch, m)
+
+
+def parts_of(batch: int, m: int) -> list[int]:
+    """`batch` rows in m parts that differ by at most 1, larger first."""
     return [batch // m + (i < batch % m) for i in range(m)]
 
 

@@ -10,18 +10,22 @@ from torch import Tensor, nn
 
 from fxpipe.errors import DeviceError, InputError
 from fxpipe.runtime import microbatch, ties, weights
+from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.clock import Clock
+from fxpipe.runtime.closure import running
 from fxpipe.runtime.copy import Links, new_copy_streams
+from fxpipe.runtime.end import End, LossFn, Objective
 from fxpipe.runtime.lanes import Lanes
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.portal import CALLER, Wire, Wires, source_of
+from fxpipe.runtime.random import RandomStream, microbatch_seeds
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.state import State
-from fxpipe.runtime.step import LossFn, Objective, Step
+from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import Stream
 from fxpipe.runtime.structure import rebuild
-from fxpipe.schedule import Schedule
+from fxpipe.schedule import Action, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,15 @@ class Workers:
 
     lanes: Lanes
     copies: Sequence[Sequence[Stream]]
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A closure's call of a pipeline: the inputs by value, and the settings it was made under."""
+
+    pipe: "Pipeline"
+    piece: Mapping[str, Tensor]
+    ambient: Ambient
 
 
 class Pipeline(nn.Module):
@@ -75,8 +88,14 @@ class Pipeline(nn.Module):
 
         Each output is put together from the micro-batches': concatenated along its batch
         dimension; without one, floats are averaged, weighted by rows, as is right for a mean loss,
-        and of others the last micro-batch's is given. Raises InputError, StageError.
+        and of others the last micro-batch's is given. In a closure of a `Runner`, what is given is
+        one of the runner's micro-batches, and goes through whole. Raises InputError, StageError.
         """
+        closure = running()
+        if closure is not None:
+            output, streams = closure.ask(self._visit(args, kwargs))
+            closure.use_streams(streams)
+            return output
         microbatch.refuse_unmergeable(self._manifest)
         inputs, rows, call = self._begin(args, kwargs)
         with ties.copied(self._state.ties, self._state.parameters(self)) as copies:
@@ -104,22 +123,17 @@ class Pipeline(nn.Module):
         if not torch.is_grad_enabled():
             raise InputError("step computes gradients: call it outside of torch.no_grad()")
         inputs, rows, call = self._begin(args, kwargs)
-        objective = Objective(
-            loss_fn,
-            microbatch.split_target(target, rows),
-            [n / sum(rows) for n in rows],
-            self._outputs,
-            self._manifest.output_structure,
-        )
-        step = Step(call, objective)
-        with ties.collected(self._state.ties, self._state.parameters(self)):
-            table = enumerate(self._schedule.rows)
-            self._run([partial(step.run_row, lane, row) for lane, row in table], call)
+        targets = microbatch.split_target(target, rows)
+        end = End(call, self._outputs, self._manifest.output_structure)
+        objective = Objective(loss_fn, targets, [n / sum(rows) for n in rows], end)
+        device = call.device(call.n)
+        step = Step(call, lambda i: objective.run(i, device))
+        self._run_rows(step, call, self._schedule.rows)
         for spec, tensor in zip(self._manifest.inputs, inputs, strict=True):
             gradient = step.input_gradient(spec, tensor, rows)
             if gradient is not None:
                 torch.autograd.backward([tensor], [gradient])
-        return step.loss()
+        return objective.loss()
 
     def train(self, mode: bool = True) -> "Pipeline":
         """Switch between training and evaluation, the stages too."""
@@ -175,23 +189,55 @@ class Pipeline(nn.Module):
         self, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> tuple[list[Tensor], list[int], Call]:
         """The call's tensors, its micro-batches' rows, and what its lanes share."""
+        self._refuse_other_mode()
+        inputs = microbatch.bind(self._manifest, args, kwargs)
+        rows = microbatch.rows_of(self._manifest, inputs, self._manifest.microbatches)
+        call = self._new_call()
+        seeds = microbatch_seeds(call.m) if call.draws else []
+        for i, piece in enumerate(microbatch.scatter(self._manifest, inputs, rows)):
+            call.enter(i, piece, RandomStream(seeds[i]) if seeds else None)
+        return inputs, rows, call
+
+    def _visit(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Visit:
+        self._refuse_other_mode()
+        inputs = microbatch.bind(self._manifest, args, kwargs)
+        rows = microbatch.rows_of(self._manifest, inputs, 1)
+        (piece,) = microbatch.scatter(self._manifest, inputs, rows)
+        return Visit(self, piece, Ambient.capture())
+
+    def _refuse_other_mode(self) -> None:
         if not self.training and self._manifest.checked == "train":
             raise InputError(
                 f"{self._manifest.model} takes another path in eval mode, which this pipeline does "
                 "not have: evaluate the original model with this one's state_dict()"
             )
-        inputs = microbatch.bind(self._manifest, args, kwargs)
-        rows = microbatch.rows_of(self._manifest, inputs)
-        if self._workers is None:
-            copies = new_copy_streams(self._devices, self._manifest.microbatches)
-            self._workers = Workers(Lanes(self._devices), copies)
-        links = Links(self._devices, self._workers.copies)
-        pieces = microbatch.scatter(self._manifest, inputs, rows)
-        return inputs, rows, Call(self._stages, self._wires, links, len(self._devices), pieces)
 
-    def _run(self, jobs: Sequence[Callable[[], None]], call: Call) -> None:
+    def _new_call(self) -> Call:
+        m = self._manifest.microbatches
+        if self._workers is None:
+            self._workers = Workers(Lanes(self._devices), new_copy_streams(self._devices, m))
+        links = Links(self._devices, self._workers.copies)
+        return Call(self._stages, self._wires, links, len(self._devices), m)
+
+    def _run_rows(
+        self,
+        step: Step,
+        call: Call,
+        rows: Sequence[Sequence[Action]],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        with ties.collected(self._state.ties, self._state.parameters(self)):
+            jobs = [partial(step.run_row, lane, row) for lane, row in enumerate(rows)]
+            self._run(jobs, call, meanwhile)
+
+    def _run(
+        self,
+        jobs: Sequence[Callable[[], None]],
+        call: Call,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         assert self._workers is not None
         try:
-            self._workers.lanes.run(jobs, call.stop)
+            self._workers.lanes.run(jobs, call.stop, meanwhile)
         finally:
             self._state.take_buffers(self)

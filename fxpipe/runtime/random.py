@@ -49,6 +49,40 @@ def drawing(start: RandomStream, device: torch.device) -> Iterator["Drawing"]:
         yield mode
 
 
+@contextmanager
+def borrowed(start: RandomStream) -> Iterator["Borrowed"]:
+    """Let torch's own generators stand at `start` while the block runs and no stage draws.
+
+    Afterwards they stand where they stood, and the yielded object's `end` is where they came to.
+    """
+    devices = [torch.device("cpu")]
+    if stream.cuda_in_use():
+        devices.append(torch.device("cuda", torch.cuda.current_device()))
+    generators = [stream.generator(device) for device in devices]
+    borrowed = Borrowed(start)
+    with _LOCK:
+        before = [generator.get_state() for generator in generators]
+        for generator, device in zip(generators, devices, strict=True):
+            generator.set_state(start.state(device))
+        try:
+            yield borrowed
+        finally:
+            states = {
+                device.type: generator.get_state()
+                for generator, device in zip(generators, devices, strict=True)
+            }
+            borrowed.end = replace(start, states=states)
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
+
+
+class Borrowed:
+    """Where the generators came to, once given back."""
+
+    def __init__(self, start: RandomStream) -> None:
+        self.end = start
+
+
 class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Swaps the generators' states around each random op."""
 

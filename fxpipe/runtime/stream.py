@@ -77,6 +77,16 @@ def current_stream(device: torch.device) -> Stream:
     return torch.cuda.current_stream(device) if device.type == "cuda" else CPU_STREAM
 
 
+def cuda_in_use() -> bool:
+    """Whether anything has touched a CUDA device yet."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def current_streams() -> list[Stream]:
+    """The stream that this thread uses on its current CUDA device, if CUDA is in use."""
+    return [torch.cuda.current_stream()] if cuda_in_use() else []
+
+
 def wait_stream(waiting: Stream, awaited: Stream) -> None:
     """Make what is launched on `waiting` from now on follow what stands on `awaited` now."""
     if isinstance(awaited, CpuStream):

@@ -1,0 +1,96 @@
+"""The pipeline's end: outputs are put together there, and their gradients set out from there."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import InputError, StageError
+from fxpipe.runtime.call import Call
+from fxpipe.runtime.microbatch import map_nested
+from fxpipe.runtime.portal import Wire
+from fxpipe.runtime.receive import Slot, receive
+from fxpipe.runtime.structure import Structure, rebuild
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+class End:
+    """The end of one call, reading `outputs`, from which the model's output is built."""
+
+    def __init__(self, call: Call, outputs: Sequence[Wire], structure: Structure) -> None:
+        self._call = call
+        self._outputs = outputs
+        self._structure = structure
+        self._slots: dict[int, Mapping[Wire, Slot]] = {}
+
+    def output(self, i: int) -> Any:
+        """Micro-batch i's output, the beginning of a graph that catches gradients; waits for it."""
+        call = self._call
+        values = {wire: call.value(wire, call.n, i) for wire in call.wires.reads[call.n]}
+        slots = {wire: Slot() for wire, (_, gradient) in values.items() if gradient}
+        received = receive({wire: tensor.detach() for wire, (tensor, _) in values.items()}, slots)
+        self._slots[i] = slots
+        return rebuild(self._structure, [received[wire] for wire in self._outputs])
+
+    def send_gradients(self, i: int) -> None:
+        """Send the gradients that micro-batch i's output got to the stages it came from."""
+        slots = self._slots.pop(i)
+        for wire in self._call.wires.reads[self._call.n]:
+            slot = slots.get(wire)
+            self._call.send_gradient(wire, self._call.n, i, slot.gradient if slot else None)
+
+
+class Objective:
+    """The loss of micro-batch i: `loss_fn(output, targets[i])`, which counts `weights[i]`."""
+
+    def __init__(
+        self, loss_fn: LossFn, targets: Sequence[Any], weights: Sequence[float], end: End
+    ) -> None:
+        self._loss_fn = loss_fn
+        self._targets = targets
+        self._weights = weights
+        self._end = end
+        self._losses: list[Tensor | None] = [None] * len(weights)
+
+    def run(self, i: int, device: torch.device) -> None:
+        """Compute the loss on `device`, send its gradient back. Raises InputError, StageError."""
+        output, target = self._end.output(i), _to(self._targets[i], device)
+        try:
+            loss = self._loss_fn(output, target)
+        except Exception as error:
+            raise StageError(
+                f"loss_fn failed on micro-batch {i}: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise InputError(
+                "loss_fn must return one number with a gradient, the mean over the micro-batch's "
+                f"rows; on micro-batch {i} it returned {_described(loss)}"
+            )
+        self._losses[i] = loss.detach()
+        del output
+        torch.autograd.backward([loss], [torch.full_like(loss, self._weights[i])])
+        self._end.send_gradients(i)
+
+    def loss(self) -> Tensor:
+        """The batch's loss, after all lanes."""
+        weighted = [
+            loss.reshape(()) * weight
+            for loss, weight in zip(self._losses, self._weights, strict=True)
+            if loss is not None
+        ]
+        return torch.stack(weighted).sum()
+
+
+def _to(target: Any, device: torch.device) -> Any:
+    if isinstance(target, Tensor):
+        return target.to(device)
+    return map_nested(lambda child: _to(child, device), target)
+
+
+def _described(loss: object) -> str:
+    if not isinstance(loss, Tensor):
+        return repr(loss)
+    without = "" if loss.requires_grad else " without a gradient"
+    return f"a tensor of shape {list(loss.shape)}{without}"

@@ -1,0 +1,200 @@
+"""Runner: the user's closure, once per micro-batch, pipelined where it calls the pipeline."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from toys import CHAIN, NOISY, TIED, TOYS, assert_same_state, both, rows, same
+
+from fxpipe.errors import InputError, StageError
+from fxpipe.runtime import Runner
+from fxpipe.runtime.random import microbatch_seeds
+from fxpipe.schedule import Schedule, clock_order
+
+M = 4
+
+
+class Program:
+    """A larger program around a model: a trained layer before it, a frozen one and a loss after."""
+
+    def __init__(self, model, toy):
+        torch.manual_seed(3)
+        self.model = model
+        self.before = nn.Linear(6, 6).double()
+        self.after = nn.Linear(3, 2).double().requires_grad_(False)
+        self.integer = toy.integer
+        self.seen = []
+
+    def __call__(self, x, share):
+        self.seen.append(("before", len(x)))
+        given = x if self.integer else self.before(x + torch.randn_like(x))
+        output = self.model(given)
+        self.seen.append(("after", len(x)))
+        noise = torch.rand_like(output) if output.is_floating_point() else 0
+        loss = (self.after(output[..., :3]) + noise[..., :2]).pow(2).mean()
+        (loss * share).backward()
+        return loss.detach()
+
+
+def plain(program, x):
+    """The closure on each micro-batch, after its seed."""
+    losses = []
+    for seed, piece in zip(microbatch_seeds(M), x.split(rows(len(x), M)), strict=True):
+        torch.manual_seed(seed)
+        losses.append(program(piece, len(piece) / len(x)))
+    return losses
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["chain", "tied", "noisy", "normed"])
+def test_a_closure_gives_what_it_gives_without_a_pipeline(name, schedule, checkpoint, tmp_path):
+    toy = TOYS[name]
+    model, pipe = both(tmp_path, toy, m=M, schedule=schedule, checkpoint=checkpoint)
+    expected, program = Program(model, toy), Program(pipe, toy)
+    (x,) = toy.inputs()
+    torch.manual_seed(5)
+    losses = plain(expected, x)
+    torch.manual_seed(5)
+    runner = Runner(M)
+    found = runner.step(lambda piece: program(piece, runner.share), x)
+    assert all(same(a, b) for a, b in zip(found, losses, strict=True))
+    assert_same_state(pipe, model)
+    for mine, theirs in zip(program.before.parameters(), expected.before.parameters(), strict=True):
+        assert same(mine.grad, theirs.grad)
+    assert all(parameter.grad is None for parameter in program.after.parameters())
+
+
+def test_a_schedule_runs_clock_cycle_by_clock_cycle():
+    table = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    order = [str(action) for action in clock_order(table)]
+    assert order == ["0F0", "0F1", "1F0", "1B0", "0B0", "1F1", "1B1", "0B1"]
+
+
+def test_side_effects_happen_once_per_microbatch_in_the_schedules_order(tmp_path):
+    _, pipe = both(tmp_path, CHAIN, m=6, schedule="1f1b")
+    runner, seen, names = Runner(6), [], {"rows": list("abcdefghij"), "tag": "t"}
+
+    def closure(x, info):
+        assert info["tag"] == "t"
+        i = "acegij".index(info["rows"][0])
+        seen.append(f"before {i}")
+        loss = pipe(x).pow(2).mean()
+        seen.append(f"after {i}")
+        loss.backward()
+        return info["rows"]
+
+    runs = []
+    for _ in range(3):
+        seen.clear()
+        results = runner.step(closure, *CHAIN.inputs(), names)
+        runs.append(tuple(seen))
+    assert results == [["a", "b"], ["c", "d"], ["e", "f"], ["g", "h"], ["i"], ["j"]]
+    assert len(set(runs)) == 1
+    for part in ("before", "after"):
+        assert [s for s in seen if s.startswith(part)] == [f"{part} {i}" for i in range(6)]
+    # Several micro-batches are in the pipeline at a time, no more than the schedule asks for.
+    assert seen.index("before 1") < seen.index("after 0") < seen.index("before 5")
+
+
+@pytest.mark.parametrize("where", ["before", "after", "stage"])
+def test_an_exception_reaches_the_caller_and_all_can_go_on(where, tmp_path):
+    _, pipe = both(tmp_path, CHAIN, m=M)
+    runner, calls = Runner(M), []
+
+    def closure(x, failing):
+        calls.append(None)
+        if where == "before" and len(calls) == failing:
+            raise KeyError("mine")
+        y = pipe(x[:, :5] if where == "stage" and len(calls) == failing else x)
+        if where == "after" and len(calls) >= failing:
+            raise KeyError("mine")
+        y.mean().backward()
+
+    (x,) = CHAIN.inputs()
+    before = threading.active_count()
+    with pytest.raises(InputError if where == "stage" else KeyError):
+        runner.step(closure, x, 3)
+    calls.clear()
+    assert runner.step(closure, x, 99) == [None] * M
+    assert threading.active_count() <= before + 3  # the lanes, kept
+
+
+def test_a_failing_stage_ends_all_closures(tmp_path):
+    _, pipe = both(tmp_path, CHAIN, m=M)
+    pipe.body.step.weight.data = torch.zeros(2, 2, dtype=torch.float64)
+    ended = []
+
+    def closure(x):
+        try:
+            pipe(x).mean().backward()
+        finally:
+            ended.append(len(x))
+
+    with pytest.raises(StageError, match="stage 1 failed in 1F0"):
+        Runner(M).step(closure, *CHAIN.inputs())
+    assert len(ended) in (2, 3, 4)
+
+
+def test_without_gradients_it_only_goes_forward(tmp_path):
+    model, pipe = both(tmp_path, NOISY, m=M)
+    (x,) = NOISY.inputs()
+    with torch.no_grad():
+        torch.manual_seed(1)
+        found = Runner(M).step(lambda piece: pipe(piece), x)
+        torch.manual_seed(1)
+        for seed, piece, output in zip(
+            microbatch_seeds(M), x.split(rows(len(x), M)), found, strict=True
+        ):
+            torch.manual_seed(seed)
+            assert same(output, model(piece))
+
+
+def test_backward_may_be_called_more_than_once(tmp_path):
+    model, pipe = both(tmp_path, TIED, m=M)
+    (x,) = TIED.inputs()
+
+    def closure(piece, model=pipe):
+        output = model(piece)
+        output.mean().backward(retain_graph=True)
+        output.pow(2).mean().backward()
+
+    Runner(M).step(closure, x)
+    for piece in x.split(rows(len(x), M)):
+        closure(piece, model)
+    assert_same_state(pipe, model)
+
+
+def test_autocast_inside_the_closure_is_the_stages_too(tmp_path):
+    _, pipe = both(tmp_path, CHAIN, m=M)
+    pipe.float()
+    dtypes = []
+
+    def closure(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            dtypes.append(pipe(x).dtype)
+
+    Runner(M).step(closure, CHAIN.inputs()[0].float())
+    assert dtypes == [torch.bfloat16] * M
+
+
+def twice(pipe):
+    return lambda x: pipe(pipe(x)[:, :1].expand(-1, 6))
+
+
+@pytest.mark.parametrize(
+    ("m", "make", "says"),
+    [
+        (M, lambda pipe: lambda x: x, "called no pipeline"),
+        (M, twice, "called a pipeline twice"),
+        (3, lambda pipe: pipe, "compiled for 4 micro-batches, the runner cuts 3"),
+        (11, lambda pipe: pipe, "batch of 10 rows can't be cut into 11"),
+        (0, lambda pipe: pipe, "at least one"),
+    ],
+)
+def test_wrong_use_is_told(m, make, says, tmp_path):
+    _, pipe = both(tmp_path, CHAIN, m=M)
+    with pytest.raises(InputError, match=says):
+        Runner(m).step(make(pipe), *CHAIN.inputs())
+    assert pipe(*CHAIN.inputs()).shape == (10, 3)
