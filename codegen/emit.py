@@ -1,9 +1,8 @@
 """Emission: capture, plan and wiring as the files of a package."""
 
-import hashlib
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -59,8 +58,7 @@ def emit(
         )
     files = _formatted(files)
     files["schedule.csv"] = plan.schedule.to_csv()
-    manifest = _manifest(capture, profile, plan, wiring, made, devices, files)
-    files["plan.json"] = manifest.to_json()
+    manifest = _manifest(capture, profile, plan, wiring, made, devices)
     return manifest, PackageFiles(files, _buffers(capture, made))
 
 
@@ -68,10 +66,10 @@ def _formatted(files: dict[str, str]) -> dict[str, str]:
     """Through `ruff format`, so that what users get passes their own checks."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
-            (Path(folder) / name).write_text(text)
+            (Path(folder) / name).write_text(text, encoding="utf-8")
         command = [find_ruff_bin(), "format", "--isolated", "--no-cache", "--quiet", folder]
         subprocess.run(command, check=True)
-        return {name: (Path(folder) / name).read_text() for name in files}
+        return {name: (Path(folder) / name).read_text(encoding="utf-8") for name in files}
 
 
 def _buffers(capture: Capture, made: Sequence[StageFile]) -> dict[str, Tensor]:
@@ -92,7 +90,6 @@ def _manifest(
     wiring: Wiring,
     made: Sequence[StageFile],
     devices: tuple[str, ...],
-    files: Mapping[str, str],
 ) -> Manifest:
     stages = enumerate(zip(wiring.stages, made, strict=True))
     maker = {value: j for j, stage in enumerate(wiring.stages) for value in stage.outputs}
@@ -127,7 +124,7 @@ def _manifest(
         gap=plan.gap,
         checked=capture.checked,
         profile=profile.origin,
-        files={name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()},
+        files={},  # known when they are written
     )
 
 

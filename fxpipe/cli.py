@@ -90,6 +90,12 @@ def compile_command(
     save_profile: Annotated[
         Path | None, typer.Option(help="Write the measured times of ops to this file.")
     ] = None,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Write the model's values too, as safetensors.")
+    ] = False,
+    standalone: Annotated[
+        bool, typer.Option("--standalone", help="Copy the runtime too: torch alone runs it.")
+    ] = False,
     as_json: Json = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show each pass's time and result.")
@@ -102,13 +108,13 @@ def compile_command(
         from fxpipe import report
         from fxpipe import target as targets
         from fxpipe.compiler import compile as compile_model
-        from fxpipe.package import refuse_foreign
+        from fxpipe.edits import Edits, refuse_loss
         from fxpipe.profile_file import load_profile
         from fxpipe.profile_file import save_profile as write_profile
         from fxpipe.progress import Progress
         from fxpipe.runtime.stream import parse_devices
 
-        refuse_foreign(out)  # before the work rather than after it
+        refuse_loss(out)  # before the work rather than after it
         used = [str(device) for device in parse_devices(devices)]
         loaded = targets.load(target)
         saved = None if profile is None else load_profile(profile)
@@ -130,10 +136,14 @@ def compile_command(
             )
         if save_profile is not None:
             write_profile(package.profile, save_profile)
-        package.write(out)
+        package.write(out, weights=weights, standalone=standalone)
         if verbose:
             _say(report.passes_text(package))
-        answer(report.package_json(package.manifest), report.package_table(package.manifest))
+        unedited = Edits()
+        answer(
+            report.package_json(package.manifest, unedited),
+            report.package_table(package.manifest, unedited),
+        )
         _say(f"wrote {out}")
 
 
@@ -142,10 +152,11 @@ def inspect_command(out: Out, as_json: Json = False) -> None:
     """Show the stages, values and predictions of a package."""
     with _answering(as_json) as answer:
         from fxpipe import report
+        from fxpipe.edits import edits
         from fxpipe.runtime.package import read
 
-        manifest = read(out)
-        answer(report.package_json(manifest), report.package_table(manifest))
+        manifest, found = read(out), edits(out)
+        answer(report.package_json(manifest, found), report.package_table(manifest, found))
 
 
 @app.command("verify")

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
+from fxpipe.edits import refuse_loss, sealed
 from fxpipe.errors import PackageError
 from fxpipe.ir import Capture, Chain, PackageFiles, Plan, Profile, Wiring
 from fxpipe.runtime.manifest import Manifest
-
-_EXTRA = ("plan.json", "buffers.pt", "__pycache__")
+from fxpipe.standalone import with_runtime
+from fxpipe.weights import write_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +30,24 @@ class Package:
 
     @property
     def files(self) -> Mapping[str, str]:
-        """The text of each file by name."""
+        """The text of each file by name, but for plan.json, which is the manifest."""
         return self.emitted.files
 
-    def write(self, path: str | Path) -> Path:
+    def write(self, path: str | Path, *, weights: bool = False, standalone: bool = False) -> Path:
         """Write the package to the folder `path`, replacing a package of ours whole.
 
-        Files are written beside it and moved, so that `path` is at all times the old package, the
-        new one, or absent. Raises PackageError if `path` is anything else than a package.
+        With `weights`, the model's values too, which `load` then gives it; with `standalone`, the
+        runtime, so that torch alone is needed to run it. Files are written beside `path` and moved,
+        so that it is at all times the old package, the new one, or absent. Raises PackageError if
+        `path` is anything else than a package, or one with files edited by hand.
         """
         path = Path(path)
-        refuse_foreign(path)
+        refuse_loss(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
                 new, old = Path(folder) / "new", Path(folder) / "old"
-                new.mkdir()
-                for name, text in self.emitted.files.items():
-                    (new / name).write_text(text)
-                if self.emitted.buffers:
-                    torch.save(dict(self.emitted.buffers), new / "buffers.pt")
+                self._write_new(new, weights, standalone)
                 if path.exists():
                     path.rename(old)
                 try:
@@ -61,29 +60,14 @@ class Package:
             raise PackageError(f"{path} can't be written: {error.strerror or error}") from error
         return path
 
-
-def refuse_foreign(path: str | Path) -> None:
-    """Raise PackageError if `path` exists and was not written by us.
-
-    Ours is a folder whose plan.json is one and which holds nothing but what we write.
-    """
-    path = Path(path)
-    if not path.exists() and not path.is_symlink():
-        return
-    if not path.is_dir() or path.is_symlink():
-        raise PackageError(f"{path} exists and is no folder: choose another output folder")
-    found = sorted(entry.name for entry in path.iterdir())
-    if not found:
-        return
-    if "plan.json" not in found:
-        raise PackageError(
-            f"{path} exists and is no fxpipe package (it has no plan.json): "
-            "choose another output folder, or remove it yourself"
-        )
-    ours = {*Manifest.from_json((path / "plan.json").read_text()).files, *_EXTRA}
-    foreign = [name for name in found if name not in ours]
-    if foreign:
-        raise PackageError(
-            f"{path} is an fxpipe package but also holds {', '.join(foreign)}, which would be "
-            "lost: move that elsewhere, or choose another output folder"
-        )
+    def _write_new(self, folder: Path, weights: bool, standalone: bool) -> None:
+        files = with_runtime(self.files) if standalone else self.files
+        for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text, encoding="utf-8")
+        if self.emitted.buffers:
+            torch.save(dict(self.emitted.buffers), folder / "buffers.pt")
+        if weights:
+            write_weights(folder / "weights", self.manifest, self.capture.state)
+        plan = sealed(self.manifest, folder).to_json()
+        (folder / "plan.json").write_text(plan, encoding="utf-8")

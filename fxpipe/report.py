@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from fxpipe.edits import Edits
 from fxpipe.runtime.manifest import Manifest, StageSpec
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from fxpipe.verify import Verification
 
 
-def package_json(manifest: Manifest) -> dict[str, Any]:
+def package_json(manifest: Manifest, edits: Edits) -> dict[str, Any]:
     """The facts of `package_table`. Times and bytes of a stage are of one micro-batch."""
     rows = _rows(manifest)
     return {
@@ -62,12 +63,13 @@ def package_json(manifest: Manifest) -> dict[str, Any]:
             if port.source is not None
         ],
         "shared_parameters": {name: list(js) for name, js in _shared(manifest).items()},
+        "files": asdict(edits),
     }
 
 
-def package_table(manifest: Manifest) -> RenderableType:
-    """Stages, the values between them, and the predicted step."""
-    facts = package_json(manifest)
+def package_table(manifest: Manifest, edits: Edits) -> RenderableType:
+    """Stages, the values between them, the predicted step, and files that were edited."""
+    facts = package_json(manifest, edits)
     parts: list[RenderableType] = [_heading(manifest), _stages(manifest, facts["stages"])]
     if facts["values"]:
         parts.append(_values(manifest))
@@ -80,6 +82,9 @@ def package_table(manifest: Manifest) -> RenderableType:
             )
         )
     parts.append(_step(manifest))
+    changed = [f"{how} {', '.join(names)}" for how, names in asdict(edits).items() if names]
+    if changed:
+        parts.append(escape(f"files: {'; '.join(changed)}"))
     spaced = [part for section in parts for part in ("", section)]
     return Group(*spaced[1:])
 

@@ -8,9 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
+from fxpipe import target as targets
 from fxpipe.cli import app
+from fxpipe.runtime import load
 
 MODEL = """\
 import torch
@@ -132,6 +135,31 @@ def test_verify_says_differs_with_exit_code_1(package):
     result = run("verify", "edited", package.parent / "net.py")
     assert result.exit_code == 1, result.output
     assert "differs" in result.stdout
+
+
+def test_inspect_names_files_that_were_edited_and_compile_keeps_them():
+    compiled_into("out")
+    stage = Path("out/stage_1.py")
+    stage.write_text(stage.read_text().replace("relu", "gelu") + "# mine\n")
+    assert "files: edited stage_1.py" in run("inspect", "out").stdout
+    facts = json.loads(run("inspect", "out", "--json").stdout)
+    assert facts["files"] == {"edited": ["stage_1.py"], "missing": [], "added": []}
+    before = files("out")
+    assert "stage_1.py" in refused("compile", write(), "--devices", 2, "-o", "out")
+    assert files("out") == before
+
+
+def test_compiled_with_weights_and_runtime_it_verifies_and_equals_the_model():
+    compiled_into("out", "--weights", "--standalone")
+    assert Path("out/weights/stage_1.safetensors").is_file()
+    assert Path("out/_fxpipe/runtime/pipeline.py").is_file()
+    result = run("verify", "out", "net.py")
+    assert result.exit_code == 0, result.output
+    model, pipe = targets.load("net.py").build().eval(), load("out").eval()
+    x = torch.randn(8, 4)
+    torch.testing.assert_close(pipe(x), model(x))
+    compiled_into("out")
+    assert sorted(path.name for path in Path("out").iterdir() if path.is_dir()) == []
 
 
 def test_target_without_build():

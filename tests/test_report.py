@@ -7,6 +7,7 @@ from rich.console import Console, RenderableType
 
 from fxpipe import report
 from fxpipe.difference import Difference
+from fxpipe.edits import Edits
 from fxpipe.runtime.manifest import (
     EstimateSpec,
     InputSpec,
@@ -86,7 +87,7 @@ def shown(table: RenderableType) -> str:
 
 
 def test_package_fits_into_100_columns():
-    assert shown(report.package_table(MANIFEST)) == dedent("""\
+    assert shown(report.package_table(MANIFEST, Edits())) == dedent("""\
     Tied: 3 stages on 3 CPU lanes; batch 10 in 4 micro-batches of at most 3; schedule 1f1b
 
     stage  device  ops  parameters           forward  backward  peak memory
@@ -107,8 +108,15 @@ def test_package_fits_into_100_columns():
     """)
 
 
+def test_files_that_were_changed_by_hand_are_named():
+    found = Edits(edited=("stage_0.py", "stage_1.py"), added=("notes [draft].md",))
+    last = shown(report.package_table(MANIFEST, found)).splitlines()[-1]
+    assert last == "files: edited stage_0.py, stage_1.py; added notes [draft].md"
+    assert report.package_json(MANIFEST, found)["files"]["edited"] == ("stage_0.py", "stage_1.py")
+
+
 def test_package_json_holds_the_same():
-    facts = json.loads(json.dumps(report.package_json(MANIFEST)))
+    facts = json.loads(json.dumps(report.package_json(MANIFEST, Edits())))
     assert [stage["parameters"] for stage in facts["stages"]] == [2**20, 0, 2**20]
     portals = [(value["from"], value["to"], value["portal"]) for value in facts["values"]]
     assert portals == [(0, 1, False), (0, 2, True), (1, 2, False)]

@@ -19,12 +19,12 @@ from fxpipe.schedule import Schedule
 
 
 def load(path: str | Path, devices: Devices | None = None) -> Pipeline:
-    """The pipeline of the package in folder `path`.
+    """The pipeline of the package in folder `path`, with its weights if it has a folder `weights`.
 
     `devices` are as many as it was compiled for, as in `"cuda:0,cuda:1"`, `"cpu*2"`, or `2`, which
     means CUDA devices if there are enough; without them, those it was compiled for, or their
-    number if they are not here. Raises PackageError, with every rule that its files break, and
-    DeviceError.
+    number if they are not here. Raises PackageError, with every rule that its files break,
+    WeightsError and DeviceError.
     """
     folder = Path(path).resolve()
     manifest = Manifest.from_json(_text(folder, "plan.json"))
@@ -34,7 +34,10 @@ def load(path: str | Path, devices: Devices | None = None) -> Pipeline:
     stages = _stages(folder, manifest, lanes, broken)
     buffers = _buffers(folder, manifest, broken)
     _refuse(folder, [*_port_rules(manifest), *broken])
-    return Pipeline(manifest, table, stages, lanes, buffers)
+    pipe = Pipeline(manifest, table, stages, lanes, buffers)
+    if (folder / "weights").is_dir():
+        pipe.load_weights(folder / "weights")
+    return pipe
 
 
 def read(path: str | Path) -> Manifest:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fxpipe.runtime.state import State
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import Stream
 from fxpipe.runtime.structure import rebuild
+from fxpipe.runtime.weight_files import WeightFiles
 from fxpipe.schedule import Action, Schedule
 
 
@@ -149,10 +151,31 @@ class Pipeline(nn.Module):
 
         Raises WeightsError that names all missing, unexpected and wrongly shaped keys.
         """
-        weights.check(self, state_dict, strict)
+        wanted = {name: tensor.shape for name, tensor in self.state_dict().items()}
+        weights.check(
+            wanted, state_dict, lambda name: state_dict[name].shape, strict, "the state_dict"
+        )
         result = super().load_state_dict(state_dict, strict, assign)
         self._state.bind(self)
         return result
+
+    def load_weights(self, path: str | Path, strict: bool = True) -> None:
+        """Load safetensors: a file, a folder with one, an index of shards, a package's `weights`.
+
+        Keys are the original model's; of a tied parameter one of its names is enough. Each tensor
+        is read on its own and goes to its stage's device and dtype. Nothing is loaded unless all
+        fit; `strict` is as in `load_state_dict`. Raises WeightsError that names all missing,
+        unexpected and wrongly shaped keys.
+        """
+        tensors = self.state_dict()
+        with WeightFiles(path) as files:
+            keys = self._state.keys_of(files.keys)
+            wanted = {name: tensor.shape for name, tensor in tensors.items()}
+            weights.check(wanted, keys, lambda name: files.shape(keys[name]), strict, str(path))
+            targets = {keys[name]: tensors[name] for name in keys if name in tensors}
+            for key, tensor in targets.items():
+                tensor.copy_(files.read(key))
+        self._state.bind(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the worker threads, so that `copy.deepcopy` works."""

@@ -5,7 +5,7 @@ optimizers and dtype changes see the original model. What stands in the tree is 
 puts the same objects into the stages.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +95,17 @@ class State:
             for name, value in values.items():
                 _tensor(root, name).copy_(value)
         self.bind(root)
+
+    def keys_of(self, given: Iterable[str]) -> dict[str, str]:
+        """Each given key by its name; of a tensor whose name is not given, another of its names."""
+        keys = {key: key for key in given}
+        tied: dict[str, str] = {}
+        for spec in self._specs:
+            if spec.name in keys:
+                tied.setdefault(_first_name(spec), spec.name)
+        absent = [spec for spec in self._specs if spec.name not in keys]
+        found = {spec.name: tied[_first_name(spec)] for spec in absent if _first_name(spec) in tied}
+        return keys | found
 
     def _initial(self, spec: StateSpec) -> Tensor:
         uses = self._uses.get(_first_name(spec))

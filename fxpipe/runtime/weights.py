@@ -1,27 +1,33 @@
-"""Checks a state_dict as a whole before anything of it is loaded."""
+"""Checks weights as a whole, by their names and shapes, before any of them is loaded."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from torch import Tensor, nn
+import torch
 
 from fxpipe.errors import WeightsError
 
 _SHOWN = 8
 
 
-def check(model: nn.Module, given: Mapping[str, Any], strict: bool) -> None:
+def check(
+    wanted: Mapping[str, torch.Size],
+    given: Collection[str],
+    shape: Callable[[str], torch.Size],
+    strict: bool,
+    source: str,
+) -> None:
     """Raise WeightsError, naming all missing, unexpected and wrongly shaped keys.
 
+    `wanted` are the model's, `shape` tells that of a given one, `source` is where they are from.
     Missing and unexpected ones are allowed unless `strict`.
     """
-    wanted: dict[str, Tensor] = model.state_dict()
     missing = [key for key in wanted if key not in given]
     unexpected = [key for key in given if key not in wanted]
+    shapes = {key: (wanted[key], shape(key)) for key in wanted if key in given}
     misshapen = [
-        f"{key}: expected {list(tensor.shape)}, found {list(given[key].shape)}"
-        for key, tensor in wanted.items()
-        if key in given and given[key].shape != tensor.shape
+        f"{key}: expected {list(expected)}, found {list(found)}"
+        for key, (expected, found) in shapes.items()
+        if found != expected
     ]
     groups = [("missing", missing if strict else []), ("unexpected", unexpected if strict else [])]
     broken = [
@@ -31,11 +37,22 @@ def check(model: nn.Module, given: Mapping[str, Any], strict: bool) -> None:
     ]
     if broken:
         raise WeightsError(
-            f"the weights do not fit the model's {len(wanted)} parameters and buffers:\n  "
-            + "\n  ".join(broken)
-            + "\nnothing was loaded; give the state_dict of the model that was compiled"
+            f"the weights in {source} do not fit the model's {len(wanted)} parameters and buffers:"
+            + "\n  ".join(["", *broken, *_prefix(missing, unexpected)])
+            + "\nnothing was loaded; give those of the model that was compiled"
         )
 
 
 def _more(keys: list[str]) -> str:
     return f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+
+
+def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    """What the first given key lacks in front, or has too much, to be one of the model's."""
+    for key in unexpected:
+        for own in missing:
+            if own.endswith(f".{key}"):
+                return [f"names here lack {own.removesuffix(key)!r} in front: {key} for {own}"]
+            if key.endswith(f".{own}"):
+                return [f"names here have {key.removesuffix(own)!r} in front: {key} for {own}"]
+    return []

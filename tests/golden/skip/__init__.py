@@ -3,11 +3,12 @@
     import out
 
     pipe = out.load()
-    pipe.load_state_dict(model.state_dict())  # the keys are the original model's
+    pipe.load_weights("model.safetensors")  # or pipe.load_state_dict(model.state_dict())
     loss = pipe.step(inputs, target=targets, loss_fn=loss_fn)
 
 stage_*.py are the stages, schedule.csv says what each device does when, plan.json how values go
-between them and what that is predicted to cost.
+between them and what that is predicted to cost. The keys of weights are the original model's; if
+there is a folder `weights`, load() has loaded what is in it.
 """
 
 from pathlib import Path

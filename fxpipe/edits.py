@@ -1,0 +1,102 @@
+"""Which files of a package are still as they were written, and what writing over it would lose."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fxpipe.errors import PackageError
+from fxpipe.runtime.manifest import Manifest
+
+_PLAN = "plan.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """Files that are not what was written: changed, gone, and not of ours."""
+
+    edited: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+
+
+def sealed(manifest: Manifest, folder: Path) -> Manifest:
+    """The manifest with the hash of each file in `folder`, and of itself as plan.json."""
+    hashes = {name: _hash_of_file(folder / name) for name in _files(folder)}
+    bare = dataclasses.replace(manifest, files=hashes)
+    return dataclasses.replace(manifest, files=hashes | {_PLAN: _hash_of_plan(bare.to_json())})
+
+
+def edits(folder: str | Path) -> Edits:
+    """What was changed by hand in the package in `folder`. Raises PackageError if it is none."""
+    folder = Path(folder)
+    try:
+        plan = (folder / _PLAN).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PackageError(f"{folder} is no package of fxpipe: its {_PLAN}: {error}") from error
+    written = Manifest.from_json(plan).files
+    found = set(_files(folder))
+    now = {name: _hash_of_file(folder / name) for name in found & set(written)}
+    if _PLAN in written:
+        now[_PLAN] = _hash_of_plan(plan)
+    return Edits(
+        edited=tuple(sorted(name for name in now if now[name] != written[name])),
+        missing=tuple(sorted(set(written) - found)),
+        added=tuple(sorted(found - {*written, _PLAN})),
+    )
+
+
+def refuse_loss(path: str | Path) -> None:
+    """Raise PackageError if a package written to `path` would replace what we did not write.
+
+    What may be replaced is an empty folder, or one of ours with no file added and none changed.
+    """
+    path = Path(path)
+    if not path.exists() and not path.is_symlink():
+        return
+    if not path.is_dir() or path.is_symlink():
+        raise PackageError(f"{path} exists and is no folder: choose another output folder")
+    if not any(path.iterdir()):
+        return
+    if not (path / _PLAN).is_file():
+        raise PackageError(
+            f"{path} exists and is no fxpipe package (it has no plan.json): "
+            "choose another output folder, or remove it yourself"
+        )
+    found = edits(path)
+    if found.added:
+        raise PackageError(
+            f"{path} is an fxpipe package but also holds {', '.join(found.added)}, which would be "
+            "lost: move that elsewhere, or choose another output folder"
+        )
+    if found.edited:
+        raise PackageError(
+            f"{path} is an fxpipe package with files edited by hand: {', '.join(found.edited)}. "
+            "They would be lost: choose another output folder, or move or remove them"
+        )
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """The files below `folder` by their names there, but for caches."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if "__pycache__" not in name.parts and (path.is_symlink() or not path.is_dir()):
+            yield name.as_posix()
+
+
+def _hash_of_file(path: Path) -> str:
+    """Of a whole file; of weights, which are large, only of the header, where we sign."""
+    with path.open("rb") as file:
+        if path.suffix == ".safetensors":
+            length = int.from_bytes(file.read(8), "little")
+            return hashlib.sha256(file.read(min(length, path.stat().st_size))).hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _hash_of_plan(text: str) -> str:
+    """Of what a plan.json says, but for this hash itself."""
+    data = json.loads(text)
+    data["files"].pop(_PLAN, None)
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,106 @@
+"""What a hand changed in a package is told, and nothing of it is lost by compiling again."""
+
+import json
+
+import models
+import pytest
+import torch
+from flat import compile_flat
+
+from fxpipe.edits import Edits, edits
+from fxpipe.errors import PackageError
+
+
+def compiled(devices="cpu*2"):
+    return compile_flat(models.Norms(), (torch.ones(4, 3, 8, 8),), devices=devices, microbatches=2)
+
+
+@pytest.fixture(scope="module")
+def norms():
+    return compiled()
+
+
+@pytest.fixture
+def out(norms, tmp_path):
+    """A package with all that one can hold."""
+    return norms.write(tmp_path / "out", weights=True, standalone=True)
+
+
+def append(path, text="# mine\n"):
+    path.write_text(path.read_text() + text)
+
+
+def change_plan(out):
+    plan = json.loads((out / "plan.json").read_text())
+    plan["stages"][0]["checkpoint"] = "always"
+    (out / "plan.json").write_text(json.dumps(plan))
+
+
+def overwrite_weights(out):
+    from safetensors.torch import load_file, save_file
+
+    file = out / "weights/stage_0.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+
+
+EDITED = {
+    "stage_0.py": lambda out: append(out / "stage_0.py"),
+    "__init__.py": lambda out: append(out / "__init__.py"),
+    "_fxpipe/runtime/step.py": lambda out: append(out / "_fxpipe/runtime/step.py"),
+    "schedule.csv": lambda out: append(out / "schedule.csv", "\n"),
+    "plan.json": change_plan,
+    "weights/stage_0.safetensors": overwrite_weights,
+}
+
+
+def test_what_was_written_is_unedited_and_replaced_whole(norms, out):
+    assert edits(out) == Edits()
+    (out / "__pycache__").mkdir()
+    (out / "__pycache__/stage_0.pyc").write_bytes(b"")
+    plan = json.loads((out / "plan.json").read_text())
+    (out / "plan.json").write_text(json.dumps(plan, indent=4))  # says the same
+    assert edits(out) == Edits()
+    compiled("cpu*1").write(out)
+    names = {path.name for path in out.iterdir()}
+    assert names == {"__init__.py", "stage_0.py", "schedule.csv", "plan.json"}
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_an_edited_file_is_named_and_never_overwritten(norms, out, name):
+    EDITED[name](out)
+    assert edits(out) == Edits(edited=(name,))
+    kept = (out / name).read_bytes()
+    with pytest.raises(PackageError, match=f"edited by hand: {name}"):
+        norms.write(out)
+    assert (out / name).read_bytes() == kept
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_an_edited_file_that_was_moved_away_is_in_nobodys_way(norms, out):
+    append(out / "stage_0.py")
+    (out / "stage_0.py").rename(out.parent / "mine.py")
+    assert edits(out) == Edits(missing=("stage_0.py",))
+    norms.write(out)
+    assert edits(out) == Edits()
+
+
+@pytest.mark.parametrize("name", ["notes.md", "weights/trained.safetensors", ".git/HEAD"])
+def test_an_added_file_is_named_and_never_lost(norms, out, name):
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("mine")
+    assert edits(out) == Edits(added=(name,))
+    with pytest.raises(PackageError, match=f"{name}, which would be lost"):
+        norms.write(out)
+    assert (out / name).read_text() == "mine"
+
+
+def test_a_package_from_before_its_plan_was_hashed(norms, out):
+    plan = json.loads((out / "plan.json").read_text())
+    del plan["files"]["plan.json"]
+    (out / "plan.json").write_text(json.dumps(plan))
+    assert edits(out) == Edits()
+
+
+def test_a_folder_that_is_no_package(tmp_path):
+    with pytest.raises(PackageError, match="no package of fxpipe"):
+        edits(tmp_path)
