@@ -2,7 +2,7 @@
 
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,11 +19,13 @@ from fxpipe.runtime.manifest import (
     EstimateSpec,
     InputSpec,
     Manifest,
+    Mode,
     OutputSpec,
     PortSpec,
     StageSpec,
     StateSpec,
 )
+from fxpipe.runtime.structure import in_mode, places
 from fxpipe.specs import tensor_spec
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -113,7 +115,8 @@ def _manifest(
         ),
         output_structure=capture.output_structure,
         outputs=tuple(
-            OutputSpec(value, maker.get(value), capture.specs[value]) for value in capture.outputs
+            OutputSpec(value, maker.get(value), capture.specs[value], mode)
+            for value, mode in zip(capture.outputs, _output_modes(capture), strict=True)
         ),
         stages=tuple(_stage(capture, plan, j, stage, one) for j, (stage, one) in stages),
         state=tuple(_state(capture, name) for name in state),
@@ -140,10 +143,20 @@ def _stage(capture: Capture, plan: Plan, j: int, wiring: StageWiring, made: Stag
         random=any(op.random for op in ops),
         ops=len(ops),
         inputs=tuple(
-            PortSpec(parameter, port.value, port.source, port.portal, capture.specs[port.value])
+            PortSpec(
+                parameter,
+                port.value,
+                port.source,
+                port.portal,
+                capture.specs[port.value],
+                capture.mode(port.value),
+            )
             for parameter, port in zip(made.parameters, wiring.inputs, strict=True)
         ),
-        outputs=tuple(OutputSpec(value, j, capture.specs[value]) for value in wiring.outputs),
+        outputs=tuple(
+            OutputSpec(value, j, capture.specs[value], capture.mode(value))
+            for value in wiring.outputs
+        ),
         parameters=made.constructor.parameters,
         buffers=made.constructor.buffers,
         mutated_buffers=tuple(name for name in made.constructor.buffers if name in written),
@@ -153,6 +166,13 @@ def _stage(capture: Capture, plan: Plan, j: int, wiring: StageWiring, made: Stag
         saved_bytes=estimate.saved_bytes,
         received_bytes=estimate.received_bytes,
     )
+
+
+def _output_modes(capture: Capture) -> Iterator[Mode]:
+    """The modes in which each output is one."""
+    train, evaluation = (places(in_mode(capture.output_structure, t)) for t in (True, False))
+    for k in range(len(capture.outputs)):
+        yield "both" if k in train and k in evaluation else "train" if k in train else "eval"
 
 
 def _state(capture: Capture, name: str) -> StateSpec:

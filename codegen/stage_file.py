@@ -23,6 +23,13 @@ class StageFile:
     constructor: Constructor
 
 
+_CONDITION = {
+    "both": "",
+    "train": " if self.training else None",
+    "eval": " if not self.training else None",
+}
+
+
 def stage_file(capture: Capture, wiring: StageWiring, j: int, n: int) -> StageFile:
     """Decide every line of stage `j` of `n`."""
     wanted = set(wiring.ops)
@@ -35,9 +42,12 @@ def stage_file(capture: Capture, wiring: StageWiring, j: int, n: int) -> StageFi
     lines = list(Body(capture, nodes, names, wiring.outputs, made.dicts).lines())
     if not str(lines[0]):  # between groups stands a blank line, before the first none
         lines = lines[1:]
-    body = [*_opening(capture, nodes, wiring.inputs, names, made), *lines]
-    results = [names[value] for value in wiring.outputs]
+    always = [port for port in wiring.inputs if capture.mode(port.value) == "both"]
+    body = [*_opening(capture, nodes, always, names, made), *lines]
+    results = [names[value] + _CONDITION[capture.mode(value)] for value in wiring.outputs]
     body.append(Line(f"return {', '.join(results) or '()'}"))
+    takes = [f"{names[port.value]}: {_kind(capture, port.value)}" for port in wiring.inputs]
+    kinds = ", ".join(_kind(capture, value) for value in wiring.outputs) or "()"
     code = "\n".join([*made.lines, *(line.code for line in body)])
     fields: dict[str, object] = {
         "j": j,
@@ -50,8 +60,8 @@ def stage_file(capture: Capture, wiring: StageWiring, j: int, n: int) -> StageFi
         "imports": _imports(code, typed=bool(parameters or results)),
         "own_imports": functions_imported(capture, code),
         "constructor": made.lines,
-        "signature": ", ".join(["self", *(f"{name}: Tensor" for name in parameters)]),
-        "result": "Tensor" if len(results) == 1 else f"tuple[{_tensors(len(results))}]",
+        "signature": ", ".join(["self", *takes]),
+        "result": kinds if len(results) == 1 else f"tuple[{kinds}]",
         "body": [text for line in body for text in str(line).split("\n")],
     }
     return StageFile(fields, parameters, made)
@@ -88,8 +98,8 @@ def _dtype(
     return "torch.get_default_dtype()"
 
 
-def _tensors(count: int) -> str:
-    return ", ".join(["Tensor"] * count) or "()"
+def _kind(capture: Capture, value: str) -> str:
+    return "Tensor" if capture.mode(value) == "both" else "Tensor | None"
 
 
 def _summary(capture: Capture, nodes: Sequence[fx.Node]) -> str:

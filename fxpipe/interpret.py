@@ -49,7 +49,7 @@ def run_graph(
 ) -> list[Any]:
     """The graph's outputs on `inputs`; `hook` computes each op and may measure around it.
 
-    A value is dropped after its last use.
+    A value is dropped after its last use. An output that the mode lacks is None.
     """
     values: dict[fx.Node, Any] = {}
     given = iter(inputs)
@@ -64,7 +64,7 @@ def run_graph(
         elif node.target is by_mode:
             values[node] = values[node.all_input_nodes[0 if training else 1]]
         elif node.op == "output":
-            return list(fx.map_arg(node.args[0], values.__getitem__))
+            return list(fx.map_arg(node.args[0], values.get))
         else:
             args = fx.map_arg(node.args, values.__getitem__)
             kwargs = fx.map_arg(node.kwargs, values.__getitem__)

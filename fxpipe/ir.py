@@ -13,7 +13,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.runtime.manifest import TensorSpec
+from fxpipe.runtime.manifest import Mode, TensorSpec
 from fxpipe.runtime.structure import Structure
 from fxpipe.schedule import Schedule
 
@@ -41,7 +41,7 @@ class Op:
 
     `module` is the path of the module whose forward called it, `storage` the value whose memory
     its result is (itself if new), `mutates` the values, parameters and buffers it writes in place,
-    and `random` says that it draws from torch's random generator.
+    and `random` says that it draws from torch's random generator. `mode` is the one that runs it.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Op:
     storage: str
     mutates: tuple[str, ...] = ()
     random: bool = False
+    mode: Mode = "both"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,10 @@ class Capture:
     batch: int
     fingerprint: str
     checked: str
+
+    def mode(self, value: str) -> Mode:
+        """The modes in which `value` is computed."""
+        return self.ops[value].mode if value in self.ops else "both"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from fxpipe.runtime import Pipeline, load
 from fxpipe.runtime.manifest import Manifest, TensorSpec
 from fxpipe.runtime.microbatch import refuse_unmergeable
 from fxpipe.runtime.random import microbatch_seeds
-from fxpipe.runtime.structure import describe, rebuild
+from fxpipe.runtime.structure import describe, in_mode, places, rebuild
 from fxpipe.target import Target
 
 SEED = 0
@@ -135,7 +135,7 @@ class _Case:
         shares = [self._share(part) for part in self.parts]
         merged = [
             torch.cat(tensors, dim) if dim is not None else _mean(tensors, shares)
-            for dim, *tensors in zip(self._batch_dims(), *by_part, strict=True)
+            for dim, *tensors in zip(self._batch_dims(model.training), *by_part, strict=True)
         ]
         return {f"output {k}": tensor for k, tensor in enumerate(merged)}
 
@@ -164,10 +164,10 @@ class _Case:
     def _loss_of_whole(self, output: Any) -> Tensor:
         """The micro-batches' losses, weighted; of the whole where outputs can't be divided."""
         structure, tensors = describe(output)
-        dims = self._batch_dims()
+        dims = self._batch_dims(training=True)
         if None in dims:
             return self.loss(output, self.whole.wanted)
-        specs = [spec.spec for spec in self.manifest.outputs]
+        specs = self._specs(training=True)
         divided = [
             torch.split(tensor, [spec.sizes(part.rows)[dim] for part in self.parts], dim)
             for tensor, spec, dim in zip(tensors, specs, dims, strict=True)
@@ -182,9 +182,14 @@ class _Case:
     def _share(self, part: _MicroBatch) -> float:
         return part.rows / self.whole.rows
 
-    def _batch_dims(self) -> list[int | None]:
+    def _specs(self, training: bool) -> list[TensorSpec]:
+        """Of each output tensor, what is known of it."""
+        structure = in_mode(self.manifest.output_structure, training)
+        return [self.manifest.outputs[place].spec for place in places(structure)]
+
+    def _batch_dims(self, training: bool) -> list[int | None]:
         """Of each output tensor, the dimension that grows with the batch."""
-        return [_batch_dim(output.spec) for output in self.manifest.outputs]
+        return [_batch_dim(spec) for spec in self._specs(training)]
 
 
 def _batch_dim(spec: TensorSpec) -> int | None:

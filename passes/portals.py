@@ -50,7 +50,8 @@ def _taken(capture: Capture, ops: set[str]) -> list[str]:
             if used.name in capture.specs and used.op != "get_attr" and used.name not in ops:
                 taken[used.name] = None
             sized = sized or "batch" in capture.literals.get(used.name, "")
-    if sized and not any("batch" in str(capture.specs[name]) for name in taken):
+    telling = [name for name in taken if capture.mode(name) == "both"]
+    if sized and not any("batch" in str(capture.specs[name]) for name in telling):
         first = next(given.name for given in capture.inputs if given.batched)
         return [first, *taken]
     return list(taken)

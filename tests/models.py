@@ -119,6 +119,30 @@ class Paths(nn.Module):
         return self.c(x)
 
 
+class Auxiliary(nn.Module):
+    """A head in the middle that training alone has, and terms of the loss that go with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.aux = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+        self.middle = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.last = nn.Linear(6, 3)
+        self.post = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Answer | dict[str, Tensor]:
+        x = self.first(x).relu()
+        if self.training:
+            aux = self.aux(x)
+            penalty = aux.square().mean(1)
+        for layer in self.middle:
+            x = layer(x).tanh()
+        y = self.last(x)
+        if self.training:
+            return Answer(y, (aux, penalty + y.sum(1)), "train")
+        return {"answer": self.post(y), "twice": y, "again": y}
+
+
 class Counted(nn.Module):
     """Begins by writing a buffer: a first stage may take nothing and hand nothing on."""
 

@@ -112,13 +112,13 @@ def test_a_mode_is_told_apart_however_small_its_effect():
     assert [node.target for node in captured.graph.nodes].count(by_mode) == 1
 
 
-def test_another_output_in_eval_mode_is_told():
+def test_another_output_in_eval_mode_is_captured_too():
     class Auxiliary(models.Chain):
         def forward(self, x):
             y = self.layers(x)
             return (y, y * 2) if self.training else y
 
-    assert capture(Auxiliary(), (torch.randn(4, 6),), {}).checked == "train"
+    assert capture(Auxiliary(), (torch.randn(4, 6),), {}).checked == "train and eval"
 
 
 def test_what_ops_write_and_draw_is_seen_on_real_data():

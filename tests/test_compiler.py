@@ -14,6 +14,7 @@ from fxpipe.capture import capture
 from fxpipe.errors import InputError, PackageError, WeightsError
 from fxpipe.ir import Link, OpCost, Profile
 from fxpipe.profile_file import load_profile, save_profile
+from fxpipe.runtime.portal import Wires
 from fxpipe.target import Target
 from fxpipe.verify import verify
 
@@ -29,6 +30,7 @@ MAKERS = {
     models.Tied: lambda rows: {"tokens": torch.randint(11, (rows, 5))},
     models.Structured: structured,
     models.Paths: lambda rows: {"x": torch.randn(rows, 6)},
+    models.Auxiliary: lambda rows: {"x": torch.randn(rows, 6)},
     models.Cached: lambda rows: {"x": torch.randn(rows, 2, 6)},
 }
 
@@ -65,6 +67,22 @@ def test_a_cache_may_be_an_input_too(tmp_path):
     target = dataclasses.replace(target_of(models.Cached), make_inputs=inputs)
     package = compile_flat(models.Cached(), kwargs=inputs(8), devices="cpu*2", microbatches=4)
     assert verify(package.write(tmp_path / "out"), target, batch=10).equal
+
+
+def test_what_training_alone_gives_is_computed_and_sent_in_training_alone(tmp_path):
+    x = torch.randn(8, 6)
+    package = compile_flat(models.Auxiliary(), (x,), devices="cpu*3", microbatches=4)
+    train, evaluation = (Wires.of(package.manifest, mode) for mode in (True, False))
+    assert {wire.value for wire in train.readers} - {wire.value for wire in evaluation.readers} == {
+        package.capture.outputs[1],
+        "penalty",
+        package.capture.outputs[2],
+    }
+    pipe = fxpipe.load(package.write(tmp_path / "out"))
+    assert type(pipe(x)) is models.Answer
+    for parameter in pipe.get_submodule("aux").parameters():
+        parameter.data.fill_(math.nan)
+    assert pipe.eval()(x)["answer"].isfinite().all()
 
 
 def test_a_stage_may_take_nothing_and_hand_nothing_on(tmp_path):

@@ -2,9 +2,10 @@
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.capture.check import Check, refuse_new_buffers
@@ -20,7 +21,7 @@ from fxpipe.errors import InputError
 from fxpipe.interpret import model_dtype, untouched
 from fxpipe.ir import Capture, Input, Op
 from fxpipe.runtime.manifest import TensorSpec
-from fxpipe.runtime.structure import describe, rebuild
+from fxpipe.runtime.structure import Structure, describe, rebuild
 from fxpipe.specs import literal, tensor_spec
 
 __all__ = ["capture", "flat_inputs"]
@@ -42,9 +43,9 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     with untouched(model, names.state):
         model.train()
         before = dict(model.named_buffers(remove_duplicate=False))
-        output_structure, _ = describe(_call(model, rebuild(input_structure, copies(tensors))))
+        outputs = _outputs_by_mode(model, lambda: rebuild(input_structure, copies(tensors)))
         refuse_new_buffers(model, before)
-        flat = FlatModel(model, input_structure, output_structure)
+        flat = FlatModel(model, input_structure, outputs)
         inputs = input_names(input_structure, len(tensors))
         functions = Functions()
 
@@ -57,13 +58,19 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
         graph, modules = trace(flat, tensors)
         open_dtypes(graph, flat, tensors, trace)
+        if "eval" in outputs:
+            more, outputs = merge_modes(graph, flat, tensors, trace)
+            modules.update(more)
     one_more = with_rows(tensors, batched, [*range(max(batch, 2)), 0])
-    check = Check(flat, graph, modules, names.state, one_more)
+    check = Check(flat, graph, modules, names.state, one_more, outputs)
     found = check.run()
-    if not found.identical_in_eval or depends_on_mode(graph, found.ops):
+    if "eval" not in flat.outputs and (
+        not found.identical_in_eval or depends_on_mode(graph, found.ops)
+    ):
         with untouched(model, names.state):
-            modules.update(merge_modes(graph, flat, tensors, trace))
+            modules.update(merge_modes(graph, flat, tensors, trace)[0])
         found = check.run()
+    evaluates = found.agrees_in_eval and ("eval" in outputs) == ("eval" in flat.outputs)
     ops = found.ops
     _drop_dead(graph, ops)
     literals, specs = _describe_values(graph)
@@ -82,7 +89,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         input_structure=input_structure,
         signature=signature,
         outputs=_outputs(graph),
-        output_structure=output_structure,
+        output_structure=outputs,
         state=names.state,
         aliases=names.aliases,
         saved=names.saved,
@@ -90,8 +97,21 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         dtype=model_dtype(model),
         batch=batch,
         fingerprint=_fingerprint(graph, specs),
-        checked="train and eval" if found.agrees_in_eval else "train",
+        checked="train and eval" if evaluates else "train",
     )
+
+
+def _outputs_by_mode(model: nn.Module, given: Callable[[], dict[str, Any]]) -> Structure:
+    """The structure of the model's outputs, in train and eval mode if they differ."""
+    training, _ = describe(_call(model, given()))
+    model.eval()
+    try:
+        with torch.no_grad():
+            evaluation, _ = describe(model(**given()))
+    except Exception:  # a model that can't be evaluated on these inputs is pipelined for training
+        evaluation = training
+    model.train()
+    return training if evaluation == training else {"train": training, "eval": evaluation}
 
 
 def _call(model: nn.Module, given: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from fxpipe.capture.observe import Observer, merge_ops
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.interpret import DTYPE, TRAINING, Hook, model_dtype, run_graph, untouched
 from fxpipe.ir import Op
+from fxpipe.runtime.structure import Structure, in_mode, places
 
 Run = Callable[[], list[Tensor]]
 
@@ -47,6 +48,7 @@ class Check:
     modules: Mapping[str, nn.Module]
     state: Mapping[str, Tensor]
     inputs: Sequence[Tensor]
+    outputs: Structure
 
     def run(self) -> Checked:
         """Both modes. Raises CaptureError if the two differ in train mode, and InputError if the
@@ -84,12 +86,12 @@ class Check:
 
     def _captured(self, training: bool, hook: Hook) -> Result:
         attributes = {**self.state, TRAINING: training, DTYPE: model_dtype(self.flat)}
-        return observe_run(
-            lambda: run_graph(self.graph, self.modules, attributes, copies(self.inputs), hook),
-            self.flat,
-            self.state,
-            training,
-        )
+
+        def run() -> list[Tensor]:
+            made = run_graph(self.graph, self.modules, attributes, copies(self.inputs), hook)
+            return [made[place] for place in places(in_mode(self.outputs, training))]
+
+        return observe_run(run, self.flat, self.state, training)
 
 
 def observe_run(run: Run, model: nn.Module, state: Mapping[str, Tensor], training: bool) -> Result:

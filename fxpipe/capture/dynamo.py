@@ -18,7 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from fxpipe.errors import CaptureError
-from fxpipe.runtime.structure import Structure, assemble, imported, tensors_of
+from fxpipe.runtime.structure import Structure, assemble, imported, in_mode, tensors_of
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _HERE = str(Path(__file__).parent) + os.sep
@@ -39,7 +39,8 @@ class FlatModel(nn.Module):
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors of the model's output, given those of its input."""
-        return tensors_of(self.outputs, self.model(**assemble(self.inputs, tensors)))
+        outputs = in_mode(self.outputs, self.training)
+        return tensors_of(outputs, self.model(**assemble(self.inputs, tensors)))
 
 
 def dynamo_graph(model: nn.Module, tensors: Sequence[Tensor], batched: Sequence[bool]) -> fx.Graph:

@@ -18,6 +18,7 @@ from fxpipe.capture.edit import Flags, Trace, kind_of, leaves_of, ops_of
 from fxpipe.errors import FxpipeError
 from fxpipe.interpret import DTYPE, HUNK, MODE, TRAINING, by_mode, model_dtype, when_training
 from fxpipe.ir import Op
+from fxpipe.runtime.structure import Structure, in_mode, renumbered
 
 _ATTENTION: object = torch._C._nn.scaled_dot_product_attention
 
@@ -39,19 +40,19 @@ def depends_on_mode(graph: fx.Graph, ops: Mapping[str, Op]) -> bool:
 
 def merge_modes(
     graph: fx.Graph, model: FlatModel, tensors: Sequence[Tensor], trace: Trace
-) -> dict[str, nn.Module]:
+) -> tuple[dict[str, nn.Module], Structure]:
     """Rewrite `graph`, traced in train mode, in place so that it holds for eval mode too.
 
     `trace` gives the graph of the model as it is now, in eval mode, and the stock modules it calls,
-    which are returned. Where it can't be traced so, `graph` stays as it is.
+    which are returned, with the structure of the outputs of both modes. Where it can't be traced
+    so, `graph` stays as it is.
     """
     model.eval()
     try:
         twin, modules = trace(model, tensors)
     except (FxpipeError, RuntimeError):
-        return {}
-    _Merge(graph, twin, model_dtype(model)).run()
-    return modules
+        return {}, in_mode(model.outputs, training=True)
+    return modules, _Merge(graph, twin, model_dtype(model)).run(model.outputs)
 
 
 class _Merge:
@@ -70,8 +71,8 @@ class _Merge:
         ours, theirs = ([kind_of(n) for n in ops_of(graph)] for graph in (self.graph, self.twin))
         return SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
 
-    def run(self) -> None:
-        """Pair equal ops; what stands between is of one mode."""
+    def run(self, outputs: Structure) -> Structure:
+        """Pair equal ops; what stands between is of one mode. Gives `outputs` for both."""
         ours, theirs = ops_of(self.graph), ops_of(self.twin)
         self.mapped.update(
             (n, self.flags.attribute(str(n.target))) for n in self.twin.nodes if n.op == "get_attr"
@@ -85,7 +86,26 @@ class _Merge:
                         self._only([node], [twin])
             else:
                 self._only(ours[i1:i2], theirs[j1:j2])
+        if "eval" in outputs:
+            return {**outputs, "eval": renumbered(outputs["eval"], self._more_outputs())}
         self._join(self.graph.output_node(), self.twin.output_node())
+        return outputs
+
+    def _more_outputs(self) -> list[int]:
+        """Add the outputs of eval mode to those of train mode; say where each is then."""
+        outputs: list[fx.Node] = []
+        fx.map_arg(self.graph.output_node().args, outputs.append)
+        places: list[int] = []
+
+        def add(twin: fx.Node) -> None:
+            value = self.mapped[twin]
+            if value not in outputs:
+                outputs.append(value)
+            places.append(outputs.index(value))
+
+        fx.map_arg(self.twin.output_node().args, add)
+        self.graph.output_node().args = (tuple(outputs),)
+        return places
 
     def _only(self, ours: Sequence[fx.Node], theirs: Sequence[fx.Node]) -> None:
         """Ops of train mode, then those of eval mode, copied behind them."""

@@ -12,8 +12,11 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fxpipe.interpret import Compute, by_mode
+from fxpipe.interpret import MODE, Compute, by_mode
 from fxpipe.ir import Op
+from fxpipe.runtime.manifest import Mode
+
+_MODES: Mapping[bool | None, Mode] = {None: "both", True: "train", False: "eval"}
 
 
 class Observer:
@@ -52,6 +55,7 @@ class Observer:
             storage=storage,
             mutates=tuple(dict.fromkeys(written)),
             random=watch.seen,
+            mode=_MODES[node.meta.get(MODE)],
         )
         return result
 

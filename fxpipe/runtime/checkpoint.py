@@ -47,7 +47,7 @@ class Replay:
             outputs, end = self._stage.at(
                 self._action, lambda: self._stage.forward(inputs, self._random)
             )
-        for port, tensor, version in zip(self._stage.spec.inputs, inputs, versions, strict=True):
+        for port, tensor, version in zip(self._stage.inputs, inputs, versions, strict=True):
             if _version(tensor) != version:
                 raise StageError(
                     f"stage {self._stage.index} writes its input {port.parameter!r} in place, so "

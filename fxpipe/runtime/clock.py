@@ -49,7 +49,7 @@ class Clock:
         if phony is not None:
             values = dict(zip(values, join(list(values.values()), phony), strict=True))
         joined = any(value.requires_grad for value in values.values())
-        inputs = [values[Wire(source_of(p.source), p.value)] for p in stage.spec.inputs]
+        inputs = [values[Wire(source_of(p.source), p.value)] for p in stage.inputs]
         outputs = self._compute(j, i, inputs)
         if phony is not None and not joined:
             # Token ids and the like have no gradient that could be waited for: then this one's
@@ -57,7 +57,7 @@ class Clock:
             outputs = join(outputs, phony)
         if torch.is_grad_enabled():
             outputs, self._phonies[j] = fork(outputs)
-        for output, spec in zip(outputs, stage.spec.outputs, strict=True):
+        for output, spec in zip(outputs, stage.outputs, strict=True):
             wire = Wire(j, spec.value)
             if wire in call.wires.readers:
                 call.send_value(wire, i, output, output.requires_grad)

@@ -32,7 +32,7 @@ class End:
         slots = {wire: Slot() for wire, (_, gradient) in values.items() if gradient}
         received = receive({wire: tensor.detach() for wire, (tensor, _) in values.items()}, slots)
         self._slots[i] = slots
-        return rebuild(self._structure, [received[wire] for wire in self._outputs])
+        return rebuild(self._structure, [received.get(wire) for wire in self._outputs])
 
     def send_gradients(self, i: int) -> None:
         """Send the gradients that micro-batch i's output got to the stages it came from."""

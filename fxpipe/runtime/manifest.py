@@ -15,6 +15,9 @@ from fxpipe.runtime.structure import Structure
 
 FORMAT = 1
 
+# The modes in which a value is there.
+Mode = typing.Literal["both", "train", "eval"]
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -65,7 +68,7 @@ class PortSpec:
     """A parameter of a stage's forward and where its value comes from.
 
     `source` is the stage that makes it, None for the caller. A portal comes from a stage other
-    than the one before.
+    than the one before. In a mode that lacks the value the parameter is None.
     """
 
     parameter: str
@@ -73,15 +76,20 @@ class PortSpec:
     source: int | None
     portal: bool
     spec: TensorSpec
+    mode: Mode = "both"
 
 
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
-    """A value that a stage returns, or, with its stage (None: the caller's own), the pipeline."""
+    """A value that a stage returns, or, with its stage (None: the caller's own), the pipeline.
+
+    In a mode that lacks the value the stage returns None in its place.
+    """
 
     value: str
     stage: int | None
     spec: TensorSpec
+    mode: Mode = "both"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +190,11 @@ class Manifest:
     def stage_to_device(self) -> tuple[int, ...]:
         """The index of each stage's device."""
         return tuple(stage.device for stage in self.stages)
+
+
+def there(mode: Mode, training: bool) -> bool:
+    """Whether a value of `mode` is there in train or in eval mode."""
+    return mode == "both" or (mode == "train") is training
 
 
 def _size(expression: str, batch: int) -> int:

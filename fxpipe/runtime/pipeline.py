@@ -18,14 +18,14 @@ from fxpipe.runtime.closure import running
 from fxpipe.runtime.copy import Links, new_copy_streams
 from fxpipe.runtime.end import End, LossFn, Objective
 from fxpipe.runtime.lanes import Lanes
-from fxpipe.runtime.manifest import Manifest
+from fxpipe.runtime.manifest import Manifest, there
 from fxpipe.runtime.portal import CALLER, Wire, Wires, source_of
 from fxpipe.runtime.random import RandomStream, microbatch_seeds
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.state import State
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import Stream
-from fxpipe.runtime.structure import rebuild
+from fxpipe.runtime.structure import Structure, in_mode, rebuild
 from fxpipe.runtime.weight_files import WeightFiles
 from fxpipe.schedule import Action, Schedule
 
@@ -69,7 +69,7 @@ class Pipeline(nn.Module):
         # A tuple, so that the stages' modules are not registered a second time.
         self._stages = tuple(stages)
         self._devices = tuple(devices)
-        self._wires = Wires.of(manifest)
+        self._wires = {training: Wires.of(manifest, training) for training in (True, False)}
         self._outputs = [Wire(source_of(o.stage), o.value) for o in manifest.outputs]
         self._workers: Workers | None = None
         self._state = State(self, manifest.state, self._stages)
@@ -106,9 +106,9 @@ class Pipeline(nn.Module):
         given = zip(self._manifest.inputs, inputs, strict=True)
         whole = {Wire(CALLER, spec.value): tensor for spec, tensor in given}
         for wire, output in zip(self._outputs, self._manifest.outputs, strict=True):
-            if wire not in whole:
+            if wire not in whole and there(output.mode, self.training):
                 whole[wire] = microbatch.gather(output, clock.outputs(wire), rows)
-        return rebuild(self._manifest.output_structure, [whole[wire] for wire in self._outputs])
+        return rebuild(self._structure(), [whole.get(wire) for wire in self._outputs])
 
     def step(self, *args: object, target: Any = None, loss_fn: LossFn, **kwargs: object) -> Tensor:
         """Forward and backward of one training step, by the schedule table.
@@ -126,7 +126,7 @@ class Pipeline(nn.Module):
             raise InputError("step computes gradients: call it outside of torch.no_grad()")
         inputs, rows, call = self._begin(args, kwargs)
         targets = microbatch.split_target(target, rows)
-        end = End(call, self._outputs, self._manifest.output_structure)
+        end = End(call, self._outputs, self._structure())
         objective = Objective(loss_fn, targets, [n / sum(rows) for n in rows], end)
         device = call.device(call.n)
         step = Step(call, lambda i: objective.run(i, device))
@@ -208,6 +208,9 @@ class Pipeline(nn.Module):
             f"devices=..., {len(self._devices)} of them, and load_state_dict this one's weights"
         )
 
+    def _structure(self) -> Structure:
+        return in_mode(self._manifest.output_structure, self.training)
+
     def _begin(
         self, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> tuple[list[Tensor], list[int], Call]:
@@ -240,7 +243,7 @@ class Pipeline(nn.Module):
         if self._workers is None:
             self._workers = Workers(Lanes(self._devices), new_copy_streams(self._devices, m))
         links = Links(self._devices, self._workers.copies)
-        return Call(self._stages, self._wires, links, len(self._devices), m)
+        return Call(self._stages, self._wires[self.training], links, len(self._devices), m)
 
     def _run_rows(
         self,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fxpipe.runtime.manifest import Manifest
+from fxpipe.runtime.manifest import Manifest, there
 
 CALLER = -1
 
@@ -31,13 +31,23 @@ class Wires:
     readers: Mapping[Wire, tuple[int, ...]]
 
     @classmethod
-    def of(cls, manifest: Manifest) -> "Wires":
-        """The wires of a package."""
+    def of(cls, manifest: Manifest, training: bool) -> "Wires":
+        """The wires of a package in train or in eval mode."""
         reads = [
-            [Wire(source_of(port.source), port.value) for port in stage.inputs]
+            [
+                Wire(source_of(port.source), port.value)
+                for port in stage.inputs
+                if there(port.mode, training)
+            ]
             for stage in manifest.stages
         ]
-        reads.append([Wire(source_of(output.stage), output.value) for output in manifest.outputs])
+        reads.append(
+            [
+                Wire(source_of(output.stage), output.value)
+                for output in manifest.outputs
+                if there(output.mode, training)
+            ]
+        )
         once = tuple(tuple(dict.fromkeys(wires)) for wires in reads)
         readers: dict[Wire, list[int]] = {}
         for j, wires in enumerate(once):

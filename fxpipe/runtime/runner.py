@@ -153,7 +153,7 @@ class _Conductor:
         self._turns = turns
         pipe = first.pipe
         self._call = pipe._new_call()
-        self._end = End(self._call, pipe._outputs, pipe.manifest.output_structure)
+        self._end = End(self._call, pipe._outputs, pipe._structure())
         self._visits: dict[int, Visit] = {0: first}
         self._streams = [stream.current_stream(device) for device in dict.fromkeys(pipe.devices)]
 

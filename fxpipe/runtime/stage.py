@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import FxpipeError, StageError
 from fxpipe.runtime.mailbox import StoppedError
-from fxpipe.runtime.manifest import StageSpec
+from fxpipe.runtime.manifest import OutputSpec, PortSpec, StageSpec, there
 from fxpipe.runtime.random import RandomStream, drawing
 
 T = TypeVar("T")
@@ -33,18 +33,38 @@ class Stage:
     def forward(
         self, inputs: Sequence[Tensor], random: RandomStream | None
     ) -> tuple[tuple[Tensor, ...], RandomStream | None]:
-        """The outputs for `inputs`, and where its random numbers end. Raises StageError."""
+        """`outputs` for `inputs`, and where its random numbers end. Raises StageError."""
         drawn = drawing(random, self.device) if random is not None else nullcontext()
+        given = iter(inputs)
+        arguments = [next(given) if self._there(port) else None for port in self.spec.inputs]
         with drawn as mode:
-            returned = self.module(*inputs)
+            returned = self.module(*arguments)
         outputs = returned if isinstance(returned, tuple) else (returned,)
-        names = [output.value for output in self.spec.outputs]
-        if len(outputs) != len(names) or not all(isinstance(o, Tensor) for o in outputs):
+        fit = len(outputs) == len(self.spec.outputs) and all(
+            isinstance(output, Tensor) if self._there(spec) else output is None
+            for output, spec in zip(outputs, self.spec.outputs, strict=True)
+        )
+        if not fit:
+            names = [spec.value for spec in self.outputs]
             raise StageError(
                 f"{self.spec.file} returned {_described(outputs)}, plan.json says {len(names)} "
                 f"tensors ({', '.join(names)}): return those, or compile again"
             )
-        return outputs, random if mode is None else mode.end
+        made = tuple(output for output in outputs if output is not None)
+        return made, random if mode is None else mode.end
+
+    @property
+    def inputs(self) -> list[PortSpec]:
+        """What its forward takes in the mode it is in."""
+        return [port for port in self.spec.inputs if self._there(port)]
+
+    @property
+    def outputs(self) -> list[OutputSpec]:
+        """What its forward makes in the mode it is in."""
+        return [output for output in self.spec.outputs if self._there(output)]
+
+    def _there(self, spec: PortSpec | OutputSpec) -> bool:
+        return there(spec.mode, self.module.training)
 
     def trainable(self, bound: frozenset[str]) -> dict[str, Tensor]:
         """Its parameters by name, each once; those in `bound` under each of their names."""

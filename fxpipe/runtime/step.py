@@ -67,7 +67,7 @@ class Step:
             if j == n - 1:
                 self._at_end(i)
             return
-        wires = [Wire(j, output.value) for output in self._call.stages[j].spec.outputs]
+        wires = [Wire(j, output.value) for output in self._call.stages[j].outputs]
         self._backward(j, i, [self._call.gradient(wire, i) for wire in wires])
 
     def _forward(self, action: Action) -> None:
@@ -89,7 +89,7 @@ class Step:
             self._pending[j, i] = _Pending(slots, _edges(outputs))
             gradients = [output.requires_grad for output in outputs]
         call.pass_random(j, i, random)
-        for output, spec, gradient in zip(outputs, stage.spec.outputs, gradients, strict=True):
+        for output, spec, gradient in zip(outputs, stage.outputs, gradients, strict=True):
             wire = Wire(j, spec.value)
             if wire in call.wires.readers:
                 call.send_value(wire, i, output.detach(), gradient)
@@ -114,7 +114,7 @@ class Step:
 
 
 def _arguments(stage: Stage, values: Mapping[Wire, Tensor]) -> list[Tensor]:
-    return [values[Wire(source_of(port.source), port.value)] for port in stage.spec.inputs]
+    return [values[Wire(source_of(port.source), port.value)] for port in stage.inputs]
 
 
 def _edges(outputs: Sequence[Tensor]) -> list[GradientEdge | None]:

@@ -9,6 +9,7 @@ A structure is one of
     {"object": "package.module:Name", "attributes": {"keys": ...}}
     {"dtype": "float32"}, {"type": "package.module:Name"}
     {"dtype": 3}, {"device": 3}                an object's note of what its fourth tensor has
+    {"train": {"tuple": [...]}, "eval": {"tensor": 0}}    outputs that depend on the mode
 where the class is a named tuple or a dataclass (which transformers' outputs are), made by calling
 it, and the object any other with plain attributes (a cache of keys and values), made of them.
 """
@@ -44,6 +45,39 @@ def tensors_of(structure: Structure, obj: Any) -> list[Tensor]:
     tensors: list[Tensor] = []
     _collect(structure, obj, "the input", tensors)
     return tensors
+
+
+def in_mode(structure: Structure, training: bool) -> Structure:
+    """The structure in train or in eval mode."""
+    if "train" not in structure:
+        return structure
+    found: Structure = structure["train" if training else "eval"]
+    return found
+
+
+def places(node: Any) -> list[int]:
+    """The numbers of the tensors of a structure of one mode, in the order of `describe`."""
+    if isinstance(node, list):
+        return [number for child in node for number in places(child)]
+    if not isinstance(node, dict):
+        return []
+    if isinstance(node.get("tensor"), int):
+        return [node["tensor"]]
+    return [number for child in node.values() for number in places(child)]
+
+
+def renumbered(node: Any, numbers: Sequence[int]) -> Any:
+    """The same structure with the number `numbers[k]` in the place of k."""
+    if isinstance(node, list):
+        return [renumbered(child, numbers) for child in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: numbers[child]
+        if key in ("tensor", "dtype", "device") and isinstance(child, int)
+        else renumbered(child, numbers)
+        for key, child in node.items()
+    }
 
 
 def rebuild(structure: Structure, tensors: Sequence[Any]) -> Any:
