@@ -26,6 +26,10 @@ PRIVATE = {
     "torch.amp.autocast_mode._enter_autocast": "codegen/body.py, passes/linearize.py",
     "torch.amp.autocast_mode._exit_autocast": "codegen/body.py, passes/linearize.py",
     "torch._C._nn.scaled_dot_product_attention": "capture/modes.py",
+    "torch._dynamo.exc.TensorifyScalarRestartAnalysis": "capture/frame.py",
+    "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx": "capture/frame.py",
+    "torch._dynamo.symbolic_convert.SpeculationLog.clear": "capture/frame.py",
+    "torch._dynamo.maybe_mark_dynamic": "capture/frame.py",
     "torch.autograd.graph.get_gradient_edge": "runtime/step.py",
 }
 

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
+from fxpipe.capture.region import Region
 from fxpipe.errors import CaptureError
 from fxpipe.runtime.structure import Structure, assemble, imported, in_mode, tensors_of
 
@@ -43,16 +44,19 @@ class FlatModel(nn.Module):
         return tensors_of(outputs, self.model(**assemble(self.inputs, tensors)))
 
 
-def dynamo_graph(model: nn.Module, tensors: Sequence[Tensor], batched: Sequence[bool]) -> fx.Graph:
+def dynamo_graph(model: FlatModel, tensors: Sequence[Tensor], batched: Sequence[bool]) -> fx.Graph:
     """The torch-level graph of `model`, dimension 0 of all batched tensors one symbol.
 
     Returns the graph inside its GraphModule (`graph.owning_module`), which holds the model's own
-    parameters and buffers by reference. Raises CaptureError with the user's line.
+    parameters and buffers by reference. Raises CaptureError with the user's line. A region has been
+    traced already.
 
     `_dynamo_graph_capture_for_export` is private to torch: tests/test_private.py.
     """
     from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
 
+    if isinstance(model.model, Region):
+        return model.model.traced.graph
     tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     rows = [tensor for tensor, is_batched in zip(tensors, batched, strict=True) if is_batched]
     for tensor in rows:
@@ -148,6 +152,11 @@ def short_path(file: str) -> str:
 def user_place(error: BaseException) -> str:
     """Where in the user's code `error` arose, in words."""
     return _place(user_frame(traceback.extract_tb(error.__traceback__)))
+
+
+def place_of(stack: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost frame of the user's, in words."""
+    return _place(user_frame(stack))
 
 
 def _place(frame: traceback.FrameSummary | None) -> str:

@@ -56,8 +56,7 @@ class State:
         for stage in stages:
             for path, module in stage.module.named_modules():
                 if path:
-                    shell = _shell(root, path)
-                    shell._twins += (module,)
+                    shell(root, path)._twins += (module,)
         self.ties = tuple(self._ties())
         self.bind(root)
 
@@ -68,7 +67,7 @@ class State:
     def bind(self, root: nn.Module) -> None:
         """Give the stages, and further names of tied parameters, what stands in the tree."""
         for spec in self._specs:
-            _put(root, spec.name, _tensor(root, _first_name(spec)))
+            put(root, spec.name, _tensor(root, _first_name(spec)))
         for first, uses in self._uses.items():
             tensor, owner = _tensor(root, first), uses[0][0]
             if tensor.device != owner.device:
@@ -76,18 +75,18 @@ class State:
                 tensor.data = tensor.data.to(owner.device)
             for stage, name in uses:
                 if stage.device == owner.device:
-                    _put(stage.module, name, tensor)
+                    put(stage.module, name, tensor)
                 elif isinstance(tensor, nn.Parameter):
                     # A copy comes with each call.
-                    _put(stage.module, name, None)
+                    put(stage.module, name, None)
                 else:
-                    _put(stage.module, name, tensor.to(stage.device))
+                    put(stage.module, name, tensor.to(stage.device))
 
     def take_buffers(self, root: nn.Module) -> None:
         """Take over buffers that a stage's forward replaced instead of writing into them."""
         for stage in self._stages:
             for name in stage.spec.mutated_buffers:
-                _put(root, name, _get(stage.module, name))
+                put(root, name, _get(stage.module, name))
 
     def load_buffers(self, root: nn.Module, values: Mapping[str, Tensor]) -> None:
         """Copy saved values of buffers and constants in."""
@@ -137,16 +136,16 @@ def _first_name(spec: StateSpec) -> str:
 
 def _register(root: nn.Module, spec: StateSpec, tensor: Tensor) -> None:
     path, _, leaf = spec.name.rpartition(".")
-    shell = _shell(root, path) if path else root
+    holder = shell(root, path) if path else root
     if isinstance(tensor, nn.Parameter):
-        shell._parameters[leaf] = tensor
+        holder._parameters[leaf] = tensor
     else:
-        shell._buffers[leaf] = tensor
+        holder._buffers[leaf] = tensor
     if spec.kind == "constant":
-        shell._non_persistent_buffers_set.add(leaf)
+        holder._non_persistent_buffers_set.add(leaf)
 
 
-def _shell(root: nn.Module, path: str) -> Shell:
+def shell(root: nn.Module, path: str) -> Shell:
     """The shell at `path`, made if there is none; straight into `_modules`, since a child may
     have the name of a method.
     """
@@ -169,7 +168,8 @@ def _get(module: nn.Module, name: str) -> Tensor | None:
     return tensors[leaf]
 
 
-def _put(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+def put(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+    """Put `tensor` in the place of the module's parameter or buffer `name`."""
     holder, leaf = holder_of(module, name), name.rpartition(".")[2]
     tensors = holder._parameters if leaf in holder._parameters else holder._buffers
     tensors[leaf] = tensor  # type: ignore[assignment]

@@ -1,0 +1,138 @@
+"""The backend of `torch.compile(module, backend="fxpipe", options={...})`.
+
+Registered as an entry point, so that nobody has to import fxpipe for it. Dynamo gives the graph of
+the module's forward, guards it, and comes back when something it depends on has changed: the train
+or eval mode, which parameters are frozen, sizes other than the batch. Each such graph is compiled
+once, at its first call.
+"""
+
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.capture import frame
+from fxpipe.capture.region import (
+    Region,
+    closed,
+    has_open_batch,
+    inputs_of,
+    region,
+)
+from fxpipe.compiler import compile
+from fxpipe.errors import CaptureError, InputError
+from fxpipe.runtime import Pipeline, load
+from fxpipe.runtime.share import share
+
+_OPTIONS = ("devices", "microbatches", "schedule", "checkpoint", "solver", "out")
+_WAY_OUT = 'give the module to pipeline to torch.compile(module, backend="fxpipe", ...)'
+_Key = tuple[object, ...]
+_PIPES: weakref.WeakKeyDictionary[nn.Module, dict[_Key, Pipeline]] = weakref.WeakKeyDictionary()
+
+
+def backend(
+    traced: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None = None
+) -> "Stand":
+    """What runs in the place of `traced`: a pipeline over the module's own parameters.
+
+    Options are `devices` and `microbatches`, which must be given, and if wanted `schedule`,
+    `checkpoint`, `solver`, as in `fxpipe.compile`, and `out`, the folder that the package is
+    written to (`out-2` and so on for further graphs). Raises InputError.
+    """
+    _check(options or {})
+    root = frame.root_module()
+    if root is None:
+        raise InputError(f"fxpipe pipelines modules, not functions: {_WAY_OUT}")
+    broken = frame.graph_break()
+    if broken is not None:
+        raise CaptureError(
+            f"the forward of {type(root).__name__} is no single graph, {broken}\n{_WAY_OUT}, one "
+            "without that line"
+        )
+    inputs = inputs_of(traced, root)
+    known = _PIPES.setdefault(root, {})
+    key = _key(traced, inputs, options or {})
+    if key not in known and not has_open_batch(traced, inputs):
+        frame.again_with_open_batch(list(inputs.values()))
+    part = region(closed(traced, inputs), root)
+    return Stand(part, weakref.ref(root), tuple(inputs), options or {}, key)
+
+
+class Stand:
+    """Stands where Dynamo's graph would: takes and returns what it does."""
+
+    def __init__(
+        self,
+        part: Region,
+        root: "weakref.ref[nn.Module]",
+        places: tuple[int, ...],
+        options: Mapping[str, Any],
+        key: _Key,
+    ) -> None:
+        self._part: Region | None = part
+        self._root = root
+        self._places = places
+        self._options = options
+        self._key = key
+
+    def __call__(self, *given: Any) -> Sequence[Tensor]:
+        """The graph's outputs, from the pipeline. The first call compiles it."""
+        root = self._root()
+        assert root is not None
+        known = _PIPES[root]
+        tensors = [given[k] for k in self._places]
+        if self._key not in known:
+            assert self._part is not None
+            known[self._key] = _compiled(self._part, root, tensors, self._options, len(known))
+        self._part = None
+        outputs: Sequence[Tensor] = known[self._key](*tensors)
+        return outputs
+
+
+def _compiled(
+    part: Region, root: nn.Module, tensors: Sequence[Tensor], options: Mapping[str, Any], n: int
+) -> Pipeline:
+    settings = {name: value for name, value in options.items() if name != "out"}
+    with torch.inference_mode(False), torch.enable_grad():
+        package = compile(part, tuple(tensor.detach().clone() for tensor in tensors), **settings)
+    if "out" in options:
+        pipe = load(package.write(f"{options['out']}-{n + 1}" if n else Path(options["out"])))
+    else:
+        folder = tempfile.TemporaryDirectory(prefix="fxpipe-")
+        pipe = load(package.write(Path(folder.name) / type(part).__name__))
+        weakref.finalize(pipe, folder.cleanup)
+    share(pipe, root)
+    return pipe
+
+
+def _key(traced: fx.GraphModule, inputs: Mapping[int, Tensor], options: Mapping[str, Any]) -> _Key:
+    """Equal for graphs that one pipeline serves, whatever their batch."""
+    ops = [
+        (str(node.target), *(leaf for leaf in (*node.args, *node.kwargs.values()) if leaf is True))
+        for node in traced.graph.nodes
+        if node.op.startswith("call") and isinstance(node.meta.get("example_value"), Tensor)
+    ]
+    state = [
+        id(example)
+        for k, node in enumerate(n for n in traced.graph.nodes if n.op == "placeholder")
+        if k not in inputs and isinstance(example := node.meta["grapharg"].example, Tensor)
+    ]
+    specs = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in inputs.values()]
+    settings = sorted((name, str(value)) for name, value in options.items())
+    return tuple(ops), tuple(state), tuple(specs), tuple(settings)
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    unknown = sorted(set(options) - set(_OPTIONS))
+    missing = [name for name in ("devices", "microbatches") if name not in options]
+    if unknown or missing:
+        raise InputError(
+            f"the options of backend fxpipe are {', '.join(_OPTIONS)}"
+            + (f"; there is no {', '.join(unknown)}" if unknown else "")
+            + (f"; {' and '.join(missing)} must be given" if missing else "")
+            + ', as in options={"devices": "cpu*2", "microbatches": 4}'
+        )
