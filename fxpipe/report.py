@@ -195,7 +195,8 @@ def verification_table(result: "Verification") -> RenderableType:
         else f"[red]differs[/red]: over {result.tolerance:g} relative"
     )
     m = _plural(result.microbatches, "micro-batch", "es")
-    return Group(table, f"{verdict} ({result.dtype}, batch {result.batch} in {m})")
+    notes = [escape(note) for note in result.notes]
+    return Group(table, *notes, f"{verdict} ({result.dtype}, batch {result.batch} in {m})")
 
 
 def choice_text(asked: str, devices: Sequence[str], n_cuda: int) -> str:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from fxpipe.difference import Difference, compare
 from fxpipe.errors import InputError
-from fxpipe.runtime import Pipeline, load
+from fxpipe.runtime import Pipeline, Runner, load
 from fxpipe.runtime.manifest import Manifest, TensorSpec
-from fxpipe.runtime.microbatch import refuse_unmergeable
+from fxpipe.runtime.microbatch import merged_dim, unmergeable
 from fxpipe.runtime.random import microbatch_seeds
 from fxpipe.runtime.structure import describe, in_mode, places, rebuild
 from fxpipe.target import Target
@@ -33,13 +33,14 @@ NEGLIGIBLE = {"float64": 1e-3, "float32": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was compared, and how far it is apart."""
+    """What was compared, and how far it is apart; `notes` say what was compared in another way."""
 
     dtype: str
     batch: int
     microbatches: int
     tolerance: float
     differences: tuple[Difference, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -59,7 +60,6 @@ def verify(
     torch_dtype = getattr(torch, dtype)
     plain = target.build().to(torch_dtype)
     pipe = load(package).to(torch_dtype)
-    refuse_unmergeable(pipe.manifest)
     rows = pipe.manifest.batch if batch is None else batch
     case = _case(target, pipe.manifest, rows, torch_dtype)
     start = copy.deepcopy(plain.state_dict())
@@ -80,23 +80,34 @@ def verify(
     gradients, buffers = _gradients(plain), _buffers(plain)
 
     reset(pipe, training=True)
-    case.step(pipe)
+    note("step(): outputs", case.each(case.step(pipe)), case.each(outputs))
     note("step(): gradients", _gradients(pipe), gradients)
     note("step(): buffers", _buffers(pipe), buffers)
 
-    reset(pipe, training=True)
-    note("backward(): outputs", case.run_pipe(pipe), outputs)
-    note("backward(): gradients", _gradients(pipe), gradients)
-    note("backward(): buffers", _buffers(pipe), buffers)
+    modes = (True,) if pipe.manifest.checked == "train" else (True, False)
+    apart = {training: unmergeable(pipe.manifest, training) for training in modes}
+    if apart[True] is None:
+        reset(pipe, training=True)
+        found = case.run_pipe(pipe)
+        note("backward(): outputs", found, case.merged(outputs, training=True))
+        note("backward(): gradients", _gradients(pipe), gradients)
+        note("backward(): buffers", _buffers(pipe), buffers)
 
-    if pipe.manifest.checked != "train":  # else the pipeline has no eval mode, and says so
+    if False in modes:  # else the pipeline has no eval mode, and says so
         with torch.no_grad():
             reset(plain, training=False)
             outputs = case.run_plain(plain)
             reset(pipe, training=False)
-            note("eval(): outputs", case.run_pipe(pipe), outputs)
+            if apart[False] is None:
+                found = case.run_pipe(pipe)
+                note("eval(): outputs", found, case.merged(outputs, training=False))
+            else:
+                note("eval(): outputs", case.each(case.run_runner(pipe)), case.each(outputs))
+    notes = {
+        f"{reason}: compared by micro-batch" for reason in apart.values() if reason is not None
+    }
     m = pipe.manifest.microbatches
-    return Verification(dtype, rows, m, TOLERANCE[dtype], tuple(differences))
+    return Verification(dtype, rows, m, TOLERANCE[dtype], tuple(differences), tuple(sorted(notes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +131,8 @@ class _Case:
     whole: _MicroBatch
     parts: tuple[_MicroBatch, ...]
 
-    def run_plain(self, model: nn.Module) -> dict[str, Tensor]:
-        """Outputs by name; unless gradients are off, the model's are accumulated."""
+    def run_plain(self, model: nn.Module) -> list[list[Tensor]]:
+        """Each micro-batch's outputs; unless gradients are off, the model's are accumulated."""
         by_part = []
         seeds = microbatch_seeds(len(self.parts))
         with self.target.running(f"forward of {type(model).__name__}, or the loss,"):
@@ -132,12 +143,24 @@ class _Case:
                 by_part.append([tensor.detach() for tensor in describe(output)[1]])
                 if torch.is_grad_enabled():
                     torch.autograd.backward(self.loss(output, part.wanted) * self._share(part))
+        return by_part
+
+    def merged(self, by_part: Sequence[Sequence[Tensor]], training: bool) -> dict[str, Tensor]:
+        """The batch's outputs by name, put together from the micro-batches'."""
         shares = [self._share(part) for part in self.parts]
         merged = [
             torch.cat(tensors, dim) if dim is not None else _mean(tensors, shares)
-            for dim, *tensors in zip(self._batch_dims(model.training), *by_part, strict=True)
+            for dim, *tensors in zip(self._batch_dims(training), *by_part, strict=True)
         ]
         return {f"output {k}": tensor for k, tensor in enumerate(merged)}
+
+    def each(self, by_part: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
+        """The micro-batches' outputs by name."""
+        return {
+            f"output {k} of micro-batch {i}": tensor
+            for i, part in enumerate(by_part)
+            for k, tensor in enumerate(part)
+        }
 
     def run_pipe(self, pipe: nn.Module) -> dict[str, Tensor]:
         """Outputs by name; unless gradients are off, the pipe's are accumulated by backward()."""
@@ -147,10 +170,29 @@ class _Case:
             torch.autograd.backward(self._loss_of_whole(output))
         return {f"output {k}": tensor.detach() for k, tensor in enumerate(describe(output)[1])}
 
-    def step(self, pipe: Pipeline) -> None:
-        """One training step by the schedule table, without an optimizer."""
+    def step(self, pipe: Pipeline) -> list[list[Tensor]]:
+        """One training step by the schedule table; each micro-batch's outputs."""
+        by_first_row: dict[int, list[Tensor]] = {}
+
+        def loss(output: Any, target: tuple[Any, Tensor]) -> Tensor:
+            wanted, rows = target
+            by_first_row[int(rows[0])] = [tensor.detach() for tensor in describe(output)[1]]
+            return self.loss(output, wanted)
+
         args, kwargs = self.whole.arguments()
-        pipe.step(*args, target=self.whole.wanted, loss_fn=self.loss, **kwargs)
+        target = (self.whole.wanted, torch.arange(self.whole.rows))
+        pipe.step(*args, target=target, loss_fn=loss, **kwargs)
+        return [outputs for _, outputs in sorted(by_first_row.items())]
+
+    def run_runner(self, pipe: Pipeline) -> list[list[Tensor]]:
+        """Each micro-batch's outputs, without gradients."""
+
+        def closure(place: Tensor) -> list[Tensor]:
+            args, kwargs = self.parts[int(place)].arguments()
+            return describe(pipe(*args, **kwargs))[1]
+
+        m = len(self.parts)
+        return Runner(m).step(closure, torch.arange(m))
 
     def loss(self, output: Any, wanted: Any) -> Tensor:
         """The target file's loss; without one, a fixed weighted mean of each output tensor."""
@@ -189,13 +231,7 @@ class _Case:
 
     def _batch_dims(self, training: bool) -> list[int | None]:
         """Of each output tensor, the dimension that grows with the batch."""
-        return [_batch_dim(spec) for spec in self._specs(training)]
-
-
-def _batch_dim(spec: TensorSpec) -> int | None:
-    if spec.batch_dim is not None:
-        return spec.batch_dim
-    return next((dim for dim, size in enumerate(spec.shape) if isinstance(size, str)), None)
+        return [merged_dim(spec) for spec in self._specs(training)]
 
 
 def _case(target: Target, manifest: Manifest, rows: int, dtype: torch.dtype) -> _Case:

@@ -143,6 +143,21 @@ class Auxiliary(nn.Module):
         return {"answer": self.post(y), "twice": y, "again": y}
 
 
+class Contrast(nn.Module):
+    """Compares all rows of the batch with each other, as CLIP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(6, 4)
+        self.right = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, object]:
+        left, right = self.left(x), self.right(y)
+        scores = left @ right.t()
+        loss = F.cross_entropy(scores, torch.arange(len(x)))
+        return {"embeddings": (left, right), "scores": scores, "loss": loss}
+
+
 class Counted(nn.Module):
     """Begins by writing a buffer: a first stage may take nothing and hand nothing on."""
 

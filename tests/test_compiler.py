@@ -57,6 +57,29 @@ def test_a_package_computes_what_the_model_does(kind, devices, schedule, checkpo
     assert [d.group for d in result.differences][-1] == "eval(): outputs"
 
 
+def test_what_compares_all_rows_is_of_each_micro_batch_and_said_to_be(tmp_path):
+    def inputs(rows):
+        return {"x": torch.randn(rows, 6), "y": torch.randn(rows, 6)}
+
+    target = dataclasses.replace(
+        target_of(models.Chain), factory=models.Contrast, make_inputs=inputs
+    )
+    package = compile_flat(models.Contrast(), kwargs=inputs(8), devices="cpu*2", microbatches=4)
+    out = package.write(tmp_path / "out")
+    result = verify(out, target, batch=10)
+    assert result.equal, result
+    assert [d.group for d in result.differences] == [
+        "step(): outputs",
+        "step(): gradients",
+        "step(): buffers",
+        "eval(): outputs",
+    ]
+    (said,) = result.notes
+    assert said.startswith("output['scores'] float32[batch, batch] compares all rows")
+    with pytest.raises(InputError, match=r"output\['scores'\].*fxpipe\.Runner"):
+        fxpipe.load(out)(**inputs(8))
+
+
 def test_a_cache_may_be_an_input_too(tmp_path):
     def inputs(rows):
         past = models.Cache()

@@ -46,7 +46,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         outputs = _outputs_by_mode(model, lambda: rebuild(input_structure, copies(tensors)))
         refuse_new_buffers(model, before)
         flat = FlatModel(model, input_structure, outputs)
-        inputs = input_names(input_structure, len(tensors))
+        inputs = input_names(input_structure)
         functions = Functions()
 
         def trace(

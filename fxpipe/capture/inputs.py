@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.structure import Structure, describe
+from fxpipe.runtime.structure import Structure, describe, leaves
 
 
 def flat_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -61,23 +61,6 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
 
 
-def input_names(structure: Structure, count: int) -> list[str]:
+def input_names(structure: Structure) -> list[str]:
     """A name for each tensor of the inputs: its parameter's, with its place inside if nested."""
-    names = [""] * count
-
-    def walk(node: Structure, name: str) -> None:
-        kind, inner = next(iter(node.items()))
-        if kind == "tensor":
-            names[inner] = re.sub(r"\W", "_", name)
-        elif kind in ("tuple", "list"):
-            for k, child in enumerate(inner):
-                walk(child, f"{name}_{k}")
-        elif kind == "dict":
-            for key, child in inner.items():
-                walk(child, f"{name}_{key}" if name else key)
-        elif kind == "class":
-            for key, child in node["fields"].items():
-                walk(child, f"{name}_{key}")
-
-    walk(structure, "")
-    return names
+    return [re.sub(r"\W+", "_", path).strip("_") for path, _ in leaves(structure)]

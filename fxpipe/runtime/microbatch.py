@@ -1,5 +1,6 @@
 """A batch cut into micro-batches, and their outputs put together again."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -7,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.manifest import InputSpec, Manifest, OutputSpec
-from fxpipe.runtime.structure import tensors_of
+from fxpipe.runtime.manifest import InputSpec, Manifest, OutputSpec, TensorSpec
+from fxpipe.runtime.structure import in_mode, leaves, tensors_of
 
 
 def bind(manifest: Manifest, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor]:
@@ -86,16 +87,35 @@ def scatter(
     return pieces
 
 
-def refuse_unmergeable(manifest: Manifest) -> None:
+def unmergeable(manifest: Manifest, training: bool) -> str | None:
+    """An output that the micro-batches' can't be put together to, and why; None if all can."""
+    if manifest.microbatches == 1:
+        return None
+    for path, place in leaves(in_mode(manifest.output_structure, training)):
+        spec = manifest.outputs[place].spec
+        grows = [str(size) for size in spec.shape if "batch" in str(size)]
+        if len(grows) > 1:
+            return f"output{path} {spec} compares all rows of the batch with each other"
+        if grows and not re.fullmatch(r"(\w+\*)*batch(\*\w+)*", grows[0]):
+            return f"output{path} {spec} has not as many rows for each row of the batch"
+    return None
+
+
+def refuse_unmergeable(manifest: Manifest, training: bool) -> None:
     """Raise InputError if an output can't be put together from those of several micro-batches."""
-    for output in manifest.outputs:
-        grows = sum("batch" in str(size) for size in output.spec.shape)
-        if grows > 1 and manifest.microbatches > 1:
-            raise InputError(
-                f"output {output.value!r} {output.spec} compares all rows of the batch with each "
-                f"other, which {manifest.microbatches} micro-batches don't see: train with step(), "
-                "whose loss_fn gets each micro-batch's, or compile with --microbatches 1"
-            )
+    reason = unmergeable(manifest, training)
+    if reason is not None:
+        raise InputError(
+            f"{reason}, but each of the {manifest.microbatches} micro-batches sees its own rows "
+            "alone: take each micro-batch's in the loss_fn of step() or in a closure of "
+            "fxpipe.Runner, or compile with --microbatches 1"
+        )
+
+
+def merged_dim(spec: TensorSpec) -> int | None:
+    """The dimension that grows with the batch, along which outputs are put together."""
+    grows = [dim for dim, size in enumerate(spec.shape) if "batch" in str(size)]
+    return grows[0] if grows else None
 
 
 def gather(output: OutputSpec, pieces: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
@@ -104,7 +124,7 @@ def gather(output: OutputSpec, pieces: Sequence[Tensor], rows: Sequence[int]) ->
     Concatenated along the dimension that grows with the batch; without one, a float is taken for
     a mean over the micro-batch's rows, and of anything else the last one counts.
     """
-    dim = _batch_dim(output)
+    dim = merged_dim(output.spec)
     if len(pieces) == 1:
         return pieces[0]
     if dim is not None:
@@ -142,11 +162,6 @@ def _piece(node: Any, start: int, end: int, batch: int) -> Any:
     if isinstance(node, Tensor):
         return node[start:end] if node.dim() and node.size(0) == batch else node
     return map_nested(lambda child: _piece(child, start, end, batch), node)
-
-
-def _batch_dim(output: OutputSpec) -> int | None:
-    grows = [dim for dim, size in enumerate(output.spec.shape) if "batch" in str(size)]
-    return next(iter(grows), None) if output.spec.batch_dim is None else output.spec.batch_dim
 
 
 def _misfit(spec: InputSpec, tensor: Tensor, batch: int | None) -> str | None:

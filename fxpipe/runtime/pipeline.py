@@ -98,7 +98,7 @@ class Pipeline(nn.Module):
             output, streams = closure.ask(self._visit(args, kwargs))
             closure.use_streams(streams)
             return output
-        microbatch.refuse_unmergeable(self._manifest)
+        microbatch.refuse_unmergeable(self._manifest, self.training)
         inputs, rows, call = self._begin(args, kwargs)
         with ties.copied(self._state.ties, self._state.parameters(self)) as copies:
             clock = Clock(call, copies)

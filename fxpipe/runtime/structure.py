@@ -55,15 +55,26 @@ def in_mode(structure: Structure, training: bool) -> Structure:
     return found
 
 
-def places(node: Any) -> list[int]:
-    """The numbers of the tensors of a structure of one mode, in the order of `describe`."""
-    if isinstance(node, list):
-        return [number for child in node for number in places(child)]
-    if not isinstance(node, dict):
+def leaves(structure: Structure, path: str = "") -> list[tuple[str, int]]:
+    """Where each tensor sits, as in `.hidden[0]`, and its number, in the order of `describe`."""
+    kind, inner = next(iter(structure.items()))
+    if kind == "tensor":
+        return [(path, inner)]
+    if kind in ("tuple", "list"):
+        children = [(f"[{k}]", child) for k, child in enumerate(inner)]
+    elif kind in ("dict", "items"):
+        children = [(f"[{key!r}]", child) for key, child in dict(inner).items()]
+    elif kind in ("class", "object"):
+        fields = structure["fields" if kind == "class" else "attributes"]
+        children = [(f".{name}", child) for name, child in fields.items()]
+    else:
         return []
-    if isinstance(node.get("tensor"), int):
-        return [node["tensor"]]
-    return [number for child in node.values() for number in places(child)]
+    return [leaf for step, child in children for leaf in leaves(child, path + step)]
+
+
+def places(structure: Structure) -> list[int]:
+    """The numbers of the tensors of a structure of one mode, in the order of `describe`."""
+    return [number for _, number in leaves(structure)]
 
 
 def renumbered(node: Any, numbers: Sequence[int]) -> Any:
