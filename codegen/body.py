@@ -18,6 +18,7 @@ from fxpipe.codegen.lines import Writer, is_statement
 from fxpipe.codegen.names import path, plain
 from fxpipe.interpret import MODE
 from fxpipe.ir import Capture
+from fxpipe.regions import PLAIN, REGION, Region
 
 _WIDTH = 80  # columns that ruff leaves to a line in a method
 
@@ -47,7 +48,7 @@ class Body:
     outputs: Sequence[str]
     dicts: frozenset[str]
     _indent: str = ""
-    _grad_mode: object = None
+    _region: Region = PLAIN
     _mode: bool | None = None
     _folded: dict[fx.Node, str] = field(default_factory=dict)
     _short: dict[str, str] = field(default_factory=dict)
@@ -57,13 +58,14 @@ class Body:
         uses = Counter(value.name for node in self.nodes for value in reads(node))
         uses.update(self.outputs)
         above = ""
-        for (mode, module, heading), group in groupby(self.nodes, key=self._heading):
+        for (region, mode, module, heading), group in groupby(self.nodes, key=self._heading):
             members = list(group)
             said, above = above == heading, heading
-            if not said or (self._mode is None and mode is not None):
+            if not said or region != self._region or (self._mode is None and mode is not None):
                 yield Line()
             if not said:
                 yield Line("", heading)
+            yield from self._enter(region)
             yield from self._branch(mode)
             yield from self._shorten(module, members)
             writer = Writer(self._value, self._path)
@@ -76,26 +78,35 @@ class Body:
                 if items:
                     unpacked.update(item for item in items if item is not None)
                     yield self._unpack(node, items, writer)
-                elif self._is_region(node):
-                    yield from self._region(node, writer)
                 elif after is not None and self._folds(node, after, uses, writer):
                     self._folded[node] = writer.expression(node)
                 else:
                     yield from self._write(node, writer, wanted=uses[node.name] > 0)
 
-    def _heading(self, node: fx.Node) -> tuple[bool | None, str, str]:
-        """The mode that the line is of, the module whose forward has it, and the line."""
-        mode = node.meta.get(MODE)
+    def _heading(self, node: fx.Node) -> tuple[Region, bool | None, str, str]:
+        """The region and mode that the line is of, the module whose forward has it, the line."""
+        region, mode = node.meta.get(REGION, PLAIN), node.meta.get(MODE)
         op = self.capture.ops[node.name]
         module = op.module.rpartition(".")[0] if node.op == "call_module" else op.module
         if op.source is None:
-            return mode, module, plain(module)
+            return region, mode, module, plain(module)
         where = f"{op.source.file}:{op.source.line}"
         return (
+            region,
             mode,
             module,
             plain(" | ".join(part for part in (module, where, op.source.text) if part)),
         )
+
+    def _enter(self, region: Region) -> Iterator[Line]:
+        """What runs under another grad mode or autocast stands below a `with`."""
+        if region == self._region:
+            return
+        yield from self._branch(None)
+        self._region = region
+        self._indent = "" if region == PLAIN else "    "
+        if region != PLAIN:
+            yield Line(f"with {', '.join(_settings(region))}:")
 
     def _branch(self, mode: bool | None) -> Iterator[Line]:
         """What only one mode runs stands below an `if`."""
@@ -151,7 +162,7 @@ class Body:
         So ops are run in the order of the graph, and random numbers drawn in it.
         """
         alone = uses[node.name] == 1 and list(reads(after)).count(node) == 1
-        if not alone or is_statement(node) or is_statement(after) or self._is_region(after):
+        if not alone or is_statement(node) or is_statement(after):
             return False
         folded = dict(self._folded)
         self._folded[node] = writer.expression(node)
@@ -173,30 +184,14 @@ class Body:
         code = _unparenthesized(f"{variables} = {writer.expression(node)}")
         return Line(self._indent + code, comment)
 
-    def _is_region(self, node: fx.Node) -> bool:
-        return node.target in (
-            torch._C._set_grad_enabled,
-            torch.amp.autocast_mode._enter_autocast,
-            torch.amp.autocast_mode._exit_autocast,
-        )
 
-    def _region(self, node: fx.Node, writer: Writer) -> Iterator[Line]:
-        """A region opens as `with` and closes by its indentation."""
-        if node.target is torch.amp.autocast_mode._enter_autocast:
-            _, dtype, enabled, cache = node.args
-            settings = f"dtype={writer.argument(dtype)}, enabled={enabled}"
-            cached = "" if cache is None else f", cache_enabled={cache}"
-            yield Line(f"{self._indent}with torch.autocast(device.type, {settings}{cached}):")
-            self._indent += "    "
-        elif node.target is torch.amp.autocast_mode._exit_autocast:
-            self._indent = self._indent[4:]
-        elif self._grad_mode is None:
-            self._grad_mode = node.args[0]
-            mode = "enable_grad" if self._grad_mode else "no_grad"
-            yield Line(f"{self._indent}with torch.{mode}():")
-            self._indent += "    "
-        elif node.args[0] is not self._grad_mode:
-            self._indent, self._grad_mode = self._indent[4:], None
+def _settings(region: Region) -> Iterator[str]:
+    """The contexts of a `with` that opens `region`."""
+    if not region.grad:
+        yield "torch.no_grad()"
+    for each in region.autocasts:
+        cache = "" if each.cache is None else f", cache_enabled={each.cache}"
+        yield f"torch.autocast(device.type, dtype={each.dtype}, enabled={each.enabled}{cache})"
 
 
 def _items(node: fx.Node, following: Sequence[fx.Node]) -> list[fx.Node | None]:
@@ -223,7 +218,7 @@ def names_device(node: fx.Node) -> bool:
     """Whether the line of `node` names the stage's device."""
     found: list[object] = []
     fx.node.map_aggregate((node.args, node.kwargs), found.append)
-    opens_autocast = node.target is torch.amp.autocast_mode._enter_autocast
+    opens_autocast = bool(node.meta.get(REGION, PLAIN).autocasts)
     return opens_autocast or any(isinstance(value, torch.device) for value in found)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe.regions import REGION, Switch
+
 # The names under which a graph reads whether it runs in train mode, and the model's own dtype:
 # no attribute of a model can have them.
 TRAINING = "$training"
@@ -54,24 +56,26 @@ def run_graph(
     values: dict[fx.Node, Any] = {}
     given = iter(inputs)
     training = state.get(TRAINING, True)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            values[node] = next(given)
-        elif node.op == "get_attr":
-            values[node] = state[str(node.target)]
-        elif node.meta.get(MODE, training) != training:
-            continue
-        elif node.target is by_mode:
-            values[node] = values[node.all_input_nodes[0 if training else 1]]
-        elif node.op == "output":
-            return list(fx.map_arg(node.args[0], values.get))
-        else:
-            args = fx.map_arg(node.args, values.__getitem__)
-            kwargs = fx.map_arg(node.kwargs, values.__getitem__)
-            values[node] = hook(node, _compute(node, modules), args, kwargs)
-        for used in node.all_input_nodes:
-            if used.op != "get_attr" and not any(user > node for user in used.users):
-                values.pop(used, None)
+    with Switch() as switch:
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "get_attr":
+                values[node] = state[str(node.target)]
+            elif node.meta.get(MODE, training) != training:
+                continue
+            elif node.target is by_mode:
+                values[node] = values[node.all_input_nodes[0 if training else 1]]
+            elif node.op == "output":
+                return list(fx.map_arg(node.args[0], values.get))
+            else:
+                args = fx.map_arg(node.args, values.__getitem__)
+                kwargs = fx.map_arg(node.kwargs, values.__getitem__)
+                switch.to(node.meta.get(REGION, switch.region))
+                values[node] = hook(node, _compute(node, modules), args, kwargs)
+            for used in node.all_input_nodes:
+                if used.op != "get_attr" and not any(user > node for user in used.users):
+                    values.pop(used, None)
     raise AssertionError("a graph ends in an output")
 
 

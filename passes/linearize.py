@@ -1,7 +1,7 @@
 """Linearization: the graph as a chain of blocks, and what crosses each place between them.
 
 A block is what no cut may divide: a value that is written in place and all that touches it before,
-a tuple and those who unpack it, a region under `no_grad` or autocast.
+a tuple and those who unpack it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -100,8 +100,6 @@ def _inseparable(capture: Capture) -> "nx.utils.UnionFind[str]":
             hunks.setdefault(node.meta[HUNK], []).append(node.name)
     for names in hunks.values():
         together.union(*names)
-    for region in _regions(_nodes(capture)):
-        together.union(*(node.name for node in region))
     return together
 
 
@@ -136,20 +134,6 @@ def _without_dtype(capture: Capture) -> Iterable[tuple[str, str]]:
             unknown.add(node.name)
             if readers:
                 yield node.name, min(readers).name
-
-
-def _regions(nodes: Sequence[fx.Node]) -> Iterable[Sequence[fx.Node]]:
-    """Runs of ops under another grad mode, and under autocast, with the ops that open and close."""
-    opened: int | None = None
-    for place, node in enumerate(nodes):
-        if node.target is torch._C._set_grad_enabled:
-            if opened is None:
-                opened = place
-            elif node.args[0] is not nodes[opened].args[0]:
-                yield nodes[opened : place + 1]
-                opened = None
-        if node.target is torch.amp.autocast_mode._exit_autocast:
-            yield nodes[nodes.index(node.all_input_nodes[0]) : place + 1]
 
 
 def _ordered(

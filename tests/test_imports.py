@@ -18,6 +18,7 @@ HELPERS = (
     "fxpipe.interpret",
     "fxpipe.machine",
     "fxpipe.meter",
+    "fxpipe.regions",
     "fxpipe.specs",
     "fxpipe.stock",
 )
@@ -26,7 +27,7 @@ RULES = {
     "fxpipe.schedule": ("fxpipe.errors",),
     "fxpipe.runtime": ("fxpipe.errors", "fxpipe.schedule", "fxpipe.runtime"),
     "fxpipe.ir": BASE,
-    **dict.fromkeys(HELPERS, (*BASE, "fxpipe.interpret")),
+    **dict.fromkeys(HELPERS, (*BASE, "fxpipe.interpret", "fxpipe.regions")),
     "fxpipe.capture": (*BASE, *HELPERS, "fxpipe.capture"),
     "fxpipe.passes": (*BASE, *HELPERS),
     "fxpipe.codegen": (*BASE, *HELPERS, "fxpipe.codegen"),

@@ -20,6 +20,7 @@ from fxpipe.capture.stock_calls import call_stock_modules
 from fxpipe.errors import InputError
 from fxpipe.interpret import model_dtype, untouched
 from fxpipe.ir import Capture, Input, Op
+from fxpipe.regions import PLAIN, REGION
 from fxpipe.runtime.manifest import TensorSpec
 from fxpipe.runtime.structure import Structure, describe, rebuild
 from fxpipe.specs import literal, tensor_spec
@@ -125,7 +126,7 @@ def _call(model: nn.Module, given: dict[str, Any]) -> Any:
 
 
 def _drop_dead(graph: fx.Graph, ops: Mapping[str, Op]) -> None:
-    """Erase what nobody reads, but for ops that write, draw random numbers or open regions."""
+    """Erase what nobody reads, but for ops that write or draw random numbers."""
     for node in reversed(list(graph.nodes)):
         op = ops.get(node.name)
         effects = op is not None and (op.mutates or op.random or node.meta.get("val") is None)
@@ -159,7 +160,10 @@ def _outputs(graph: fx.Graph) -> tuple[str, ...]:
 
 def _fingerprint(graph: fx.Graph, specs: Mapping[str, TensorSpec]) -> str:
     """Equal for the same graph on values of the same kind, whatever the weights."""
-    lines = [f"{n.op} {n.name} {n.target} {n.args} {n.kwargs}" for n in graph.nodes]
+    lines = [
+        f"{n.op} {n.name} {n.target} {n.args} {n.kwargs} {n.meta.get(REGION, PLAIN)}"
+        for n in graph.nodes
+    ]
     lines += [f"{name} {spec}" for name, spec in specs.items()]
     text = re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

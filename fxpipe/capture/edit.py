@@ -7,6 +7,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.capture.dynamo import FlatModel
 from fxpipe.interpret import DTYPE, TRAINING
+from fxpipe.regions import PLAIN, REGION, Autocast
 
 Trace = Callable[[FlatModel, Sequence[Tensor]], tuple[fx.Graph, dict[str, nn.Module]]]
 
@@ -44,9 +45,10 @@ def ops_of(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op.startswith("call_") and "text" not in n.meta]
 
 
-def kind_of(node: fx.Node) -> tuple[str, str, str]:
+def kind_of(node: fx.Node) -> tuple[str, str, str, tuple[Autocast, ...]]:
     """Equal for ops that may be the same one in two graphs."""
-    return node.op, str(node.target), node.meta.get("module", "")
+    autocasts = node.meta.get(REGION, PLAIN).autocasts
+    return node.op, str(node.target), node.meta.get("module", ""), autocasts
 
 
 def leaves_of(node: fx.Node) -> list[Any]:

@@ -13,6 +13,7 @@ from fxpipe.capture.functions import Functions
 from fxpipe.capture.names import ModelNames
 from fxpipe.errors import CaptureError
 from fxpipe.ir import SourceLine
+from fxpipe.regions import PLAIN, REGION, behind
 
 _CHECKPOINT: Target = torch.ops.higher_order.tag_activation_checkpoint
 _SKIPPED: tuple[Target, ...] = (
@@ -29,9 +30,10 @@ def own_graph(
 
     Each node's `meta` keeps `val` (its fake value), `module` (path of the module that called it),
     `call` (which call of which module), `stack` (path and call of each module that it is inside of,
-    outermost first), `source` (the user's line) and `frames` (all of the user's lines that led to
-    it, outermost first). `names.state` grows by the tensors that tracing itself made, `functions`
-    by the custom ones that are called. Raises CaptureError for one that can't be copied.
+    outermost first), `source` (the user's line), `frames` (all of the user's lines that led to it,
+    outermost first) and `region` (its grad mode and autocast). `names.state` grows by the tensors
+    that tracing itself made, `functions` by the custom ones that are called. Raises CaptureError
+    for one that can't be copied.
     """
     builder = _Builder(names, functions)
     placeholders = [node for node in found.nodes if node.op == "placeholder"]
@@ -57,6 +59,7 @@ class _Builder:
         self.graph = fx.Graph()
         self.values: dict[fx.Node, Any] = {}
         self.attributes: dict[str, fx.Node] = {}
+        self.region = PLAIN
 
     def copy(self, found: fx.Graph) -> list[Any]:
         """Copy all ops of `found`; its placeholders are in `values`. Returns its outputs."""
@@ -68,7 +71,11 @@ class _Builder:
             if node.op == "get_attr":
                 self.values[node] = _attribute(owner, str(node.target))
             elif node.op != "placeholder" and node.target not in _SKIPPED:
-                self.values[node] = self._call(node)
+                region = behind(node, self.region)
+                if region is None:
+                    self.values[node] = self._call(node)
+                else:
+                    self.region = region
         raise AssertionError("a graph ends in an output")
 
     def read(self, value: Any, module: str) -> Argument:
@@ -115,6 +122,7 @@ class _Builder:
             "stack": tuple((self.names.module(key), key) for key in stack),
             "source": _source(node),
             "frames": _frames(node),
+            REGION: self.region,
         }
         return made
 

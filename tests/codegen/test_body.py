@@ -79,6 +79,21 @@ def test_regions_are_with_blocks():
     ]
 
 
+def test_each_stage_opens_a_divided_region_again():
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+        def forward(self, x):
+            with torch.autocast(x.device.type, dtype=torch.bfloat16):
+                return self.layers(x)
+
+    package = compile_flat(Cast(), (torch.randn(4, 6),), devices="cpu*2", microbatches=2)
+    for j in range(2):
+        assert package.files[f"stage_{j}.py"].count("with torch.autocast(device.type") == 1
+
+
 def test_a_module_that_a_group_names_twice_gets_a_variable():
     class Inner(nn.Module):
         def __init__(self):

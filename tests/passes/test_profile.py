@@ -87,3 +87,14 @@ def test_measuring_leaves_buffers_alone():
     measured(model, torch.randn(8, 3, 8, 8))
     assert model.bn.num_batches_tracked == 0
     assert torch.equal(model.bn.running_mean, torch.zeros(4))
+
+
+def test_measuring_leaves_autocast_off():
+    class Cast(torch.nn.Module):
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = x @ x.T
+            return x * y.float().mean()
+
+    measured(Cast(), torch.randn(8, 6, requires_grad=True))
+    assert not torch.is_autocast_enabled("cpu")

@@ -1,0 +1,77 @@
+"""Under which grad mode and autocast an op runs: known of each op, so that a cut may part two."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+REGION = "region"  # key of a node's meta
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The settings of one `torch.autocast`; its device is that of the stage."""
+
+    device_type: str
+    dtype: torch.dtype | None
+    enabled: bool
+    cache: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What is switched on around an op: gradients, and autocasts from the outermost in."""
+
+    grad: bool = True
+    autocasts: tuple[Autocast, ...] = ()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run a block under these settings."""
+        with ExitStack() as stack:
+            if not self.grad:
+                stack.enter_context(torch.no_grad())
+            for each in self.autocasts:
+                stack.enter_context(
+                    torch.autocast(each.device_type, each.dtype, each.enabled, each.cache)
+                )
+            yield
+
+
+PLAIN = Region()
+
+
+def behind(node: fx.Node, region: Region) -> Region | None:
+    """The region behind `node`, which stands in `region`, if all that it does is to switch."""
+    arguments: tuple[Any, ...] = node.args
+    if node.target is torch._C._set_grad_enabled:
+        return replace(region, grad=bool(arguments[0]))
+    if node.target is torch.amp.autocast_mode._enter_autocast:
+        return replace(region, autocasts=(*region.autocasts, Autocast(*arguments)))
+    if node.target is torch.amp.autocast_mode._exit_autocast:
+        return replace(region, autocasts=region.autocasts[:-1])
+    return None
+
+
+class Switch:
+    """Goes from one region to the next while ops are run in order; leaves the last at the end."""
+
+    def __init__(self) -> None:
+        self.region = PLAIN
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Switch":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stack.close()
+
+    def to(self, region: Region) -> None:
+        """Be in `region`."""
+        if region != self.region:
+            self._stack.close()
+            self._stack.enter_context(region.entered())
+            self.region = region
