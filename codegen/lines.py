@@ -183,7 +183,7 @@ def _named(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
         value = by_name.get(parameter.name)
         if not (isinstance(value, fx.Node | list | tuple) or parameter.default is parameter.empty):
             break
-        if parameter.name not in by_name:
+        if parameter.name not in by_name or parameter.kind is parameter.KEYWORD_ONLY:
             break
         placed.append(by_name.pop(parameter.name))
     defaults = {p.name: p.default for p in parameters}

@@ -204,6 +204,24 @@ def test_checkpoint_regions_are_opened():
     assert targets(captured) == [f"layers.{k}" for k in range(4)]
 
 
+def test_what_a_library_calls_only_while_traced_becomes_what_it_calls_otherwise():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        vocab_size=20,
+        use_cache=False,
+    )
+    model = transformers.MixtralForCausalLM(config)
+    captured = capture(model, (torch.randint(20, (4, 5)),), {})
+    called = [node.target for node in captured.graph.nodes]
+    assert called.count(F.grouped_mm) == 2
+
+
 class Branch(models.Chain):
     def forward(self, x):
         if x.sum() > 0:
@@ -214,6 +232,16 @@ class Branch(models.Chain):
 class Frozen(models.Chain):
     def forward(self, x):
         return self.layers(x).view(4, 6)
+
+
+library = torch.library.Library("tests", "FRAGMENT")
+library.define("twice(Tensor x) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
+
+
+class Foreign(models.Chain):
+    def forward(self, x):
+        return torch.ops.tests.twice(self.layers(x))
 
 
 class NewBuffer(nn.Module):
@@ -231,6 +259,7 @@ class NewBuffer(nn.Module):
     [
         (Branch(), ["test_capture.py", "if x.sum() > 0:", "path does not depend on the values"]),
         (Frozen(), ["one batch size only", "view(4, 6)", "x.size(0)"]),
+        (Foreign(), ["'tests::twice'", "torch alone", "torch.ops.tests.twice(self.layers(x))"]),
         (NewBuffer(), ["buffer 'total'", "copy_"]),
     ],
     ids=lambda value: type(value).__name__,

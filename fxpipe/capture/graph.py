@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument, Target
+from torch.nn import functional
 
 from fxpipe.capture.dynamo import function_of, parse_stack, short_path, user_frames
 from fxpipe.capture.functions import Functions
@@ -21,6 +22,11 @@ _SKIPPED: tuple[Target, ...] = (
     torch.ops.aten._assert_scalar.default,
     torch.ops.aten._assert_async.msg,
 )
+
+
+# What a library calls only while it is traced, and what it calls otherwise: transformers' mixtures
+# of experts (integrations/moe.py, _can_use_grouped_mm).
+_OTHERWISE: dict[str, Target] = {"transformers::grouped_mm_fallback": functional.grouped_mm}
 
 
 def own_graph(
@@ -112,6 +118,8 @@ class _Builder:
         function = function_of(node)
         if function is not None:
             target = self._own(function, node).apply
+        elif isinstance(target, torch._ops.OpOverloadPacket):
+            target = _public(target, node)
         if name.startswith(("child", "trampoline")):  # words of pytree's and of Dynamo's
             name = "output"
         made = self.graph.create_node(node.op, target, args, kwargs, name)
@@ -139,6 +147,21 @@ class _Builder:
         placeholders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
         self.values.update(zip(placeholders, arguments, strict=True))
         return self.copy(body.graph)
+
+
+def _public(operator: torch._ops.OpOverloadPacket, node: fx.Node) -> Target:
+    """The same function as torch alone has it, or `operator` if that is torch's own."""
+    name = operator._qualified_op_name
+    if name in _OTHERWISE:
+        return _OTHERWISE[name]
+    library = name.partition("::")[0]
+    if library not in ("aten", "prims"):
+        raise CaptureError(
+            f"the operator {name!r} is registered by the library {library!r}, and a package needs "
+            f"torch alone ({_where(node)}): choose another implementation in the model's settings, "
+            "or keep that module outside the pipelined model"
+        )
+    return operator
 
 
 def _only_moves(node: fx.Node) -> bool:

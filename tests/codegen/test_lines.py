@@ -43,6 +43,7 @@ def call(target, *args, **kwargs):
         (call(torch._C._nn.pad, x, (0, 1)), "F.pad(x, (0, 1))"),
         (call(F.dropout, x, 0.5, True, False), "F.dropout(x)"),
         (call(F.dropout, x, 0.1, y, False), "F.dropout(x, p=0.1, training=y)"),
+        (call(F.grouped_mm, x, y, offs=y), "F.grouped_mm(x, y, offs=y)"),
         (call(F.embedding, x, y, None, None, 2.0, False, False), "F.embedding(x, y)"),
         (call(F.layer_norm, x, (4,), y, None, 1e-05), "F.layer_norm(x, (4,), y)"),
         (call(torch._weight_norm, x, y, 0), "torch._weight_norm(x, y, 0)"),
