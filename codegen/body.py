@@ -1,11 +1,12 @@
-"""The body of a stage's forward: its ops as lines, in groups under the user's own lines.
+"""The body of a forward: ops as lines, in groups under the user's own lines.
 
 What the user wrote as one expression is one expression again; a module that a group names more
-than once gets a variable.
+than once gets a variable; a run over a list of modules is a loop.
 """
 
 import ast
 import operator
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,39 +15,26 @@ from itertools import groupby
 import torch
 from torch import fx
 
+from fxpipe.codegen.comments import Comments, Line
 from fxpipe.codegen.lines import Writer, is_statement
-from fxpipe.codegen.names import path, plain
+from fxpipe.codegen.loops import LOOP, Loop
+from fxpipe.codegen.names import Containers, path
+from fxpipe.codegen.scope import Scope
 from fxpipe.interpret import MODE
-from fxpipe.ir import Capture
+from fxpipe.ir import SourceLine
 from fxpipe.regions import PLAIN, REGION, Region
 
 _WIDTH = 80  # columns that ruff leaves to a line in a method
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Code, a comment, or both."""
-
-    code: str = ""
-    comment: str = ""
-
-    def __str__(self) -> str:
-        comment = f"# {self.comment}" if self.comment else ""
-        indent = " " * (len(self.code) - len(self.code.lstrip()))
-        if len(self.code) + len(comment) + 2 > _WIDTH and self.code.strip() and comment:
-            return f"{indent}{comment}\n{self.code}"
-        return f"{self.code}  {comment}" if self.code.strip() and comment else self.code + comment
-
-
 @dataclass(slots=True)
 class Body:
-    """Writes the ops of one stage; `names` are the variables of its values."""
+    """Writes the ops of one class; `names` are the variables of its values."""
 
-    capture: Capture
-    nodes: Sequence[fx.Node]
+    scope: Scope
     names: Mapping[str, str]
-    outputs: Sequence[str]
-    dicts: frozenset[str]
+    containers: Containers
+    comments: Comments
     _indent: str = ""
     _region: Region = PLAIN
     _mode: bool | None = None
@@ -55,48 +43,32 @@ class Body:
 
     def lines(self) -> Iterator[Line]:
         """All lines but the final return."""
-        uses = Counter(value.name for node in self.nodes for value in reads(node))
-        uses.update(self.outputs)
-        above = ""
-        for (region, mode, module, heading), group in groupby(self.nodes, key=self._heading):
+        uses = Counter(value.name for node in self.scope.nodes for value in reads(node))
+        uses.update(self.scope.outputs)
+        for (region, mode, module, source), group in groupby(self.scope.nodes, key=_group):
             members = list(group)
-            said, above = above == heading, heading
-            if not said or region != self._region or (self._mode is None and mode is not None):
-                yield Line()
-            if not said:
-                yield Line("", heading)
             yield from self._enter(region)
             yield from self._branch(mode)
-            yield from self._shorten(module, members)
-            writer = Writer(self._value, self._path)
-            unpacked: set[fx.Node] = set()
-            for place, node in enumerate(members):
-                after = members[place + 1] if place + 1 < len(members) else None
-                items = _items(node, members[place + 1 :])
-                if node in unpacked:
-                    continue
-                if items:
-                    unpacked.update(item for item in items if item is not None)
-                    yield self._unpack(node, items, writer)
-                elif after is not None and self._folds(node, after, uses, writer):
-                    self._folded[node] = writer.expression(node)
-                else:
-                    yield from self._write(node, writer, wanted=uses[node.name] > 0)
+            written = [*self._shorten(module, members), *self._members(members, uses)]
+            yield from self.comments.around(module, source, written)
 
-    def _heading(self, node: fx.Node) -> tuple[Region, bool | None, str, str]:
-        """The region and mode that the line is of, the module whose forward has it, the line."""
-        region, mode = node.meta.get(REGION, PLAIN), node.meta.get(MODE)
-        op = self.capture.ops[node.name]
-        module = op.module.rpartition(".")[0] if node.op == "call_module" else op.module
-        if op.source is None:
-            return region, mode, module, plain(module)
-        where = f"{op.source.file}:{op.source.line}"
-        return (
-            region,
-            mode,
-            module,
-            plain(" | ".join(part for part in (module, where, op.source.text) if part)),
-        )
+    def _members(self, members: Sequence[fx.Node], uses: Mapping[str, int]) -> Iterator[Line]:
+        writer = Writer(self._value, self._path)
+        unpacked: set[fx.Node] = set()
+        for place, node in enumerate(members):
+            after = members[place + 1] if place + 1 < len(members) else None
+            items = _items(node, members[place + 1 :])
+            if node in unpacked:
+                continue
+            unpacked.update(item for item in items if item is not None)
+            if LOOP in node.meta:
+                yield from self._loop(node, items)
+            elif items:
+                yield self._unpack(node, items, writer)
+            elif after is not None and self._folds(node, after, uses, writer):
+                self._folded[node] = writer.expression(node)
+            else:
+                yield from self._write(node, writer, wanted=uses[node.name] > 0)
 
     def _enter(self, region: Region) -> Iterator[Line]:
         """What runs under another grad mode or autocast stands below a `with`."""
@@ -136,22 +108,22 @@ class Body:
         if not variable.isidentifier() or self._short.get(module) == variable:
             return
         self._short = {k: v for k, v in self._short.items() if v != variable}
-        yield Line(f"{self._indent}{variable} = {path(module, self.dicts)}")
+        yield Line(f"{self._indent}{variable} = {path(module, self.containers)}")
         self._short[module] = variable
 
     def _path(self, name: str) -> str:
         parent = name.rpartition(".")[0]
         if parent in self._short:
-            return path(name, self.dicts, known=(parent, self._short[parent]))
-        return path(name, self.dicts)
+            return path(name, self.containers, known=(parent, self._short[parent]))
+        return path(name, self.containers)
 
     def _value(self, node: fx.Node) -> str:
         if node in self._folded:
             return self._folded.pop(node)
         if node.name in self.names:
             return self.names[node.name]
-        if node.name in self.capture.literals:
-            return self.capture.literals[node.name]
+        if node.name in self.scope.literals:
+            return self.scope.literals[node.name]
         return self._path(str(node.target))
 
     def _folds(
@@ -162,7 +134,7 @@ class Body:
         So ops are run in the order of the graph, and random numbers drawn in it.
         """
         alone = uses[node.name] == 1 and list(reads(after)).count(node) == 1
-        if not alone or is_statement(node) or is_statement(after):
+        if not alone or is_statement(node) or is_statement(after) or LOOP in after.meta:
             return False
         folded = dict(self._folded)
         self._folded[node] = writer.expression(node)
@@ -174,15 +146,73 @@ class Body:
         statement = writer.statement(node, self.names[node.name], wanted)
         *before, last = _unparenthesized(statement).splitlines()
         yield from (Line(self._indent + line) for line in before)
-        spec = self.capture.specs.get(node.name)
+        spec = self.scope.specs.get(node.name)
         yield Line(self._indent + last, "" if spec is None else str(spec))
 
     def _unpack(self, node: fx.Node, items: Sequence[fx.Node | None], writer: Writer) -> Line:
         variables = ", ".join(self.names[item.name] if item else "_" for item in items)
-        specs = {str(self.capture.specs[item.name]) for item in items if item}
-        comment = specs.pop() if len(specs) == 1 else ""
         code = _unparenthesized(f"{variables} = {writer.expression(node)}")
-        return Line(self._indent + code, comment)
+        return Line(self._indent + code, self._common_spec(items))
+
+    def _common_spec(self, items: Sequence[fx.Node | None]) -> str:
+        specs = {str(self.scope.specs.get(item.name, "")) for item in items if item}
+        return specs.pop() if len(specs) == 1 else ""
+
+    def _loop(self, node: fx.Node, items: Sequence[fx.Node | None]) -> Iterator[Line]:
+        """A run over a list of modules: what goes from one to the next has one variable."""
+        loop: Loop = node.meta[LOOP]
+        results = items or [node]
+        variables = [self.names[item.name] if item else "_" for item in results]
+        arguments = []
+        first, begun = [], []
+        for given, result in zip(node.args, loop.carried, strict=True):
+            text = Writer(self._value, self._path).argument(given)
+            if result is not None and variables[result] != text:
+                first.append(variables[result])
+                begun.append(text)
+            arguments.append(text if result is None else variables[result])
+        if first:
+            yield Line(f"{self._indent}{', '.join(first)} = {', '.join(begun)}")
+        container = path(str(node.target), self.containers)
+        kind = self.containers[str(node.target)]
+        variable = self._loop_variable(str(node.target), loop)
+        call = f"{', '.join(variables)} = {variable}({', '.join(arguments)})"
+        if self._covers(node, loop):
+            over = f"{container}.values()" if kind == "dict" else container
+            yield Line(f"{self._indent}for {variable} in {over}:")
+        elif kind == "list":
+            over = f"{container}[{loop.numbers[0]}:{loop.numbers[-1] + 1}]"
+            yield Line(f"{self._indent}for {variable} in {over}:")
+        else:
+            span = f"{loop.numbers[0]}, {loop.numbers[-1] + 1}"
+            yield Line(f"{self._indent}for i in range({span}):")
+            call = call.replace(f" {variable}(", f" {container}[str(i)](", 1)
+        yield Line(f"{self._indent}    {call}", self._common_spec(results))
+
+    def _covers(self, node: fx.Node, loop: Loop) -> bool:
+        """Whether the list holds no other modules than those of the loop."""
+        inside = f"{node.target}."
+        here = {f"{inside}{number}" for number in loop.numbers}
+        others = (other for other in self.scope.nodes if other is not node)
+        return all(
+            ".".join(name.split(".")[: inside.count(".") + 1]) in here
+            for other in others
+            for name in _paths(other)
+            if name.startswith(inside) or name == node.target
+        )
+
+    def _loop_variable(self, container: str, loop: Loop) -> str:
+        """`layer` for `layers`, or the last word of the class's name: `block` for a GPT2Block."""
+        last = container.rpartition(".")[2]
+        words = re.findall(r"[A-Z]+[a-z]*|[a-z]+", loop.made[0].name)
+        name = last[:-1] if last.endswith("s") and len(last) > 3 else words[-1].lower()
+        return name if name.isidentifier() and name not in self.names.values() else f"{name}_module"
+
+
+def _group(node: fx.Node) -> tuple[Region, bool | None, str, SourceLine | None]:
+    """The region and mode that the line is of, the module whose forward has it, and the line."""
+    meta = node.meta
+    return meta.get(REGION, PLAIN), meta.get(MODE), home(node), meta.get("source")
 
 
 def _settings(region: Region) -> Iterator[str]:
@@ -212,6 +242,14 @@ def _items(node: fx.Node, following: Sequence[fx.Node]) -> list[fx.Node | None]:
 def _unparenthesized(code: str) -> str:
     """The same code with no more parentheses than it needs."""
     return ast.unparse(ast.parse(code))
+
+
+def home(node: fx.Node) -> str:
+    """The path of the module whose forward has the line of `node`."""
+    stack: Sequence[tuple[str, str]] = node.meta.get("stack", ())
+    if node.op == "call_module":
+        stack = stack[:-1]
+    return stack[-1][0] if stack else ""
 
 
 def names_device(node: fx.Node) -> bool:

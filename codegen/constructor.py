@@ -1,151 +1,227 @@
-"""The constructor of a stage: its modules, parameters and buffers under the original names."""
+"""The constructor of a class: its modules, parameters and buffers under the original names."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.codegen.names import assignment, child, path
+from fxpipe.codegen.loops import LOOP, Loop
+from fxpipe.codegen.made import Made, Written, is_number
+from fxpipe.codegen.names import Containers, assignment, child, path
+from fxpipe.codegen.scope import Scope
 from fxpipe.ir import Capture
-from fxpipe.stock import constructor
 
 
 @dataclass(slots=True)
 class _Place:
-    """A node of the module tree: a stock module, or a container of what a stage uses of it."""
+    """A node of the module tree: a module that is made, or one that holds what is used of it."""
 
-    module: nn.Module | None = None
+    made: Made | None = None
+    loop: Loop | None = None
     children: dict[str, "_Place"] = field(default_factory=dict)
-    tensors: dict[str, str] = field(default_factory=dict)
+    tensors: list[str] = field(default_factory=list)
 
     @property
-    def is_dict(self) -> bool:
+    def is_numbered(self) -> bool:
         """Whether it holds numbered modules only, as `nn.Sequential` and `nn.ModuleList` do."""
         numbered = bool(self.children) and all(name.isdecimal() for name in self.children)
-        return numbered and self.module is None and not self.tensors
+        return numbered and self.made is None and not self.tensors
+
+    @property
+    def is_made_at_once(self) -> bool:
+        """Whether it is numbered modules each of which is one expression."""
+        whole = (
+            c.made is not None and not c.children and not c.tensors for c in self.children.values()
+        )
+        return self.is_numbered and all(whole)
 
 
 @dataclass(frozen=True, slots=True)
 class Constructor:
-    """The lines of `__init__`, and what they declare.
-
-    `dicts` are the module paths that are an `nn.ModuleDict`; `parameters` and `buffers` are names
-    in the model's state.
-    """
+    """The lines of `__init__`; `containers` says how the modules at a path are reached."""
 
     lines: tuple[str, ...]
-    dicts: frozenset[str]
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
+    containers: Containers
 
 
-def construct(capture: Capture, ops: Iterable[fx.Node]) -> Constructor:
-    """Declare all that `ops` use of the model, in the order in which they use it."""
+def construct(scope: Scope) -> Constructor:
+    """Declare all that the ops of `scope` use of the model, in the order in which they use it."""
     root = _Place()
+    for node in scope.nodes:
+        for used in node.all_input_nodes:
+            if used.op == "get_attr" and str(used.target) in scope.state:
+                owner, _, last = str(used.target).rpartition(".")
+                place = _find(root, owner)
+                if place.made is None and last not in place.tensors:
+                    place.tensors.append(last)
+        if node.op == "call_module":
+            _use(root, node, scope)
+    writer = _Declaring(scope)
+    writer.walk(root, "", "self")
+    return Constructor(tuple(writer.lines), writer.containers)
+
+
+def held_state(capture: Capture, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """The names of all parameters and buffers that ops use, in the order in which they use them."""
     held: dict[str, None] = {}
-    for node in ops:
+    for node in nodes:
         for used in node.all_input_nodes:
             if used.op == "get_attr" and str(used.target) in capture.state:
-                name = str(used.target)
-                parent, _, last = name.rpartition(".")
-                _find(root, parent).tensors[last] = name
-                held[name] = None
+                held[str(used.target)] = None
         if node.op == "call_module":
-            target = str(node.target)
-            module = capture.modules[target]
-            _find(root, target).module = module
+            module = capture.modules[str(node.target)]
             own = [*dict(module.named_parameters()), *dict(module.named_buffers())]
-            held.update((f"{target}.{name}", None) for name in own)
-    lines, dicts = _declare(capture, root)
-    lines += _ties(capture, held, dicts)
-    trained = [name for name in held if isinstance(capture.state[name], nn.Parameter)]
-    return Constructor(
-        lines=tuple(lines),
-        dicts=frozenset(dicts),
-        parameters=tuple(trained),
-        buffers=tuple(name for name in held if name not in trained),
-    )
+            held.update((f"{node.target}.{name}", None) for name in own)
+    return tuple(held)
+
+
+def tie_lines(capture: Capture, held: Iterable[str], containers: Containers) -> Iterator[str]:
+    """Parameters that the model ties, tied where one stage holds both names."""
+    first: dict[str, str] = {}
+    for name in held:
+        owner = first.setdefault(capture.aliases.get(name, name), name)
+        if owner != name:
+            yield f"{path(name, containers)} = {path(owner, containers)}  # tied"
+
+
+def _use(root: _Place, node: fx.Node, scope: Scope) -> None:
+    target = str(node.target)
+    loop: Loop | None = node.meta.get(LOOP)
+    if loop is None:
+        _find(root, target).made = scope.made[target]
+        return
+    container = _find(root, target)
+    for number in loop.numbers:
+        container.children.setdefault(str(number), _Place()).made = scope.made[f"{target}.{number}"]
+    container.loop = loop
 
 
 def _find(root: _Place, name: str) -> _Place:
     place = root
     for part in name.split(".") if name else ():
+        if place.made is not None:
+            return place  # what a class declares by itself
         place = place.children.setdefault(part, _Place())
     return place
 
 
-def _declare(capture: Capture, root: _Place) -> tuple[list[str], set[str]]:
-    lines: list[str] = []
-    dicts: set[str] = set()
+class _Declaring:
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.lines: list[str] = []
+        self.containers: dict[str, str] = {}
 
-    def walk(place: _Place, name: str, expression: str) -> None:
-        in_dict = place.is_dict and place is not root  # the stage itself is a plain module
-        if in_dict:
-            dicts.add(name)
-        if place.module is None:
-            for last, full in place.tensors.items():
-                saved = full in capture.saved
-                lines.append(_tensor(expression, last, capture.state[full], saved))
+    def walk(self, place: _Place, name: str, expression: str) -> None:
+        """Declare what `place`, which the expression is, holds."""
+        kind = self.containers.get(name, "")
+        for last in place.tensors:
+            self.lines.append(self._tensor(expression, last, f"{name}.{last}" if name else last))
         for last, below in place.children.items():
-            if below.module is not None:
-                value = constructor(below.module)
-                assert value is not None, "only stock modules are called"
+            full = f"{name}.{last}" if name else last
+            self._chain(full, below.made)
+            if below.is_made_at_once:
+                value = self._container(full, below)
+            elif below.made is not None:
+                value = str(below.made)
             else:
-                value = "nn.ModuleDict()" if below.is_dict else "nn.Module()"
-            lines.append(assignment(expression, last, value, in_dict))
-            target = child(expression, last, in_dict)
-            lines.extend(_frozen(target, below.module))
-            walk(below, f"{name}.{last}" if name else last, target)
+                value = "nn.ModuleDict()" if below.is_numbered else "nn.Module()"
+                if below.is_numbered:
+                    self.containers[full] = "dict"
+            self.lines.append(assignment(expression, last, value, kind))
+            target = child(expression, last, kind)
+            if below.made is not None:
+                self.lines += below.made.freezes(target)
+            elif below.is_made_at_once:
+                for number, one in below.children.items():
+                    assert one.made is not None
+                    self._chain(f"{full}.{number}", one.made)
+                    self.lines += one.made.freezes(child(target, number, self.containers[full]))
+            else:
+                self.walk(below, full, target)
 
-    walk(root, "", "self")
-    return lines, dicts
+    def _chain(self, name: str, made: Made | None) -> None:
+        """How the modules of an nn.Sequential are reached."""
+        if made is None or not made.chain:
+            return
+        if [number for number, _ in made.chain] == [str(k) for k in range(len(made.chain))]:
+            self.containers[name] = "list"
+        for last, below in made.chain:
+            self._chain(f"{name}.{last}", below)
+
+    def _container(self, name: str, place: _Place) -> str:
+        """All modules of a list in one expression."""
+        made = {int(number): one.made for number, one in place.children.items() if one.made}
+        numbers = list(made)
+        in_list = numbers == list(range(len(numbers)))
+        self.containers[name] = "list" if in_list else "dict"
+        count = place.loop.count if place.loop is not None else len(made)
+        if isinstance(count, int) and count != len(made):
+            count = len(made)
+        in_row = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        told = _comprehension(list(made.values()), count, numbers[0]) if in_row else None
+        if in_list:
+            items = told or [f"[{', '.join(map(str, made.values()))}]"]
+            return f"nn.ModuleList({' '.join(items)})"
+        if told is None:
+            pairs = ", ".join(f'"{number}": {one}' for number, one in made.items())
+            return f"nn.ModuleDict({{{pairs}}})"
+        return f"nn.ModuleDict({{str(i): {' '.join(told)}}})"
+
+    def _tensor(self, owner: str, last: str, name: str) -> str:
+        tensor, shape = self.scope.state[name], self.scope.shapes.get(name)
+        sizes = tuple(tensor.shape) if shape is None else shape
+        if not isinstance(tensor, nn.Parameter):
+            persistent = "" if name in self.scope.saved else ", persistent=False"
+            return (
+                f"{owner}.register_buffer({last!r}, {_filled('zeros', tensor, sizes)}{persistent})"
+            )
+        frozen = "" if tensor.requires_grad else ", requires_grad=False"
+        return assignment(owner, last, f"nn.Parameter({_initial(tensor, sizes)}{frozen})")
 
 
-def _frozen(target: str, module: nn.Module | None) -> list[str]:
-    if module is None:
-        return []
-    own = dict(module.named_parameters())
-    frozen = [name for name, parameter in own.items() if not parameter.requires_grad]
-    if frozen and len(frozen) == len(own):
-        return [f"{target}.requires_grad_(False)"]
-    return [f"{target}.{name}.requires_grad_(False)" for name in frozen]
+def _comprehension(made: Sequence[Made], count: Any, start: int) -> list[str] | None:
+    """What makes one of the modules, and the loop over it, if they are alike enough."""
+    if len(made) < 2 and isinstance(count, int):
+        return None
+    numbered = "i" if start else "_"
+    if len({str(one) for one in made}) == 1:
+        span = f"{start}, {start + len(made)}" if start else f"{count!r}"
+        return [str(made[0]), f"for {numbered} in range({span})"]
+    if len({one.key() for one in made}) > 1 or any(one.chain for one in made):
+        return None
+    shown = made[0].needing(made)
+    varying = [
+        name
+        for name in shown.needed
+        if is_number(shown.arguments[name]) and len({one.arguments[name] for one in made}) > 1
+    ]
+    if len(varying) != 1:
+        return None
+    (name,) = varying
+    template = shown.mapped(lambda value, argument: Written(name) if argument == name else value)
+    values = ", ".join(repr(one.arguments[name]) for one in made)
+    if start:
+        return [str(template), f"for i, {name} in enumerate(({values}), {start})"]
+    return [str(template), f"for {name} in ({values})"]
 
 
-def _tensor(owner: str, name: str, tensor: Tensor, saved: bool) -> str:
-    if not isinstance(tensor, nn.Parameter):
-        persistent = "" if saved else ", persistent=False"
-        return f"{owner}.register_buffer({name!r}, {_filled('zeros', tensor)}{persistent})"
-    frozen = "" if tensor.requires_grad else ", requires_grad=False"
-    return assignment(owner, name, f"nn.Parameter({_initial(tensor)}{frozen})")
-
-
-def _initial(tensor: Tensor) -> str:
+def _initial(tensor: Tensor, sizes: Sequence[Any]) -> str:
     """Values like those the model began with: all equal, or normal with their deviation."""
     flat = tensor.detach().flatten()
     if flat.numel() == 0 or not tensor.is_floating_point():
-        return _filled("zeros", tensor)
+        return _filled("zeros", tensor, sizes)
     first = float(flat[0])
     if bool((flat == first).all()):
         if first in (0.0, 1.0):
-            return _filled("ones" if first else "zeros", tensor)
-        return f"{_filled('ones', tensor)} * {first:.6g}"
+            return _filled("ones" if first else "zeros", tensor, sizes)
+        return f"{_filled('ones', tensor, sizes)} * {first:.6g}"
     deviation = float(flat.double().std())
-    return f"{_filled('randn', tensor)} * {deviation:.1g}"
+    return f"{_filled('randn', tensor, sizes)} * {deviation:.1g}"
 
 
-def _filled(kind: str, tensor: Tensor) -> str:
-    shape = ", ".join(map(str, tensor.shape)) or "()"
+def _filled(kind: str, tensor: Tensor, sizes: Sequence[Any]) -> str:
+    shape = ", ".join(map(repr, sizes)) or "()"
     dtype = "" if tensor.dtype == torch.float32 else f", dtype={tensor.dtype}"
     return f"torch.{kind}({shape}{dtype})"
-
-
-def _ties(capture: Capture, held: Iterable[str], dicts: Container[str]) -> list[str]:
-    """Parameters that the model ties, tied where this stage holds both names."""
-    lines = []
-    first: dict[str, str] = {}
-    for name in held:
-        owner = first.setdefault(capture.aliases.get(name, name), name)
-        if owner != name:
-            lines.append(f"{path(name, dicts)} = {path(owner, dicts)}  # tied")
-    return lines

@@ -12,7 +12,8 @@ from ruff import find_ruff_bin
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.codegen.stage_file import StageFile, stage_file
+from fxpipe.codegen.blocks import roll
+from fxpipe.codegen.stage_file import StageFile, blocks_file, stage_file
 from fxpipe.ir import Capture, PackageFiles, Plan, Profile, StageWiring, Wiring
 from fxpipe.runtime.manifest import (
     FORMAT,
@@ -41,7 +42,11 @@ def emit(
 ) -> tuple[Manifest, PackageFiles]:
     """Write all files in memory. Equal arguments give equal bytes."""
     n = len(wiring.stages)
-    made = [stage_file(capture, stage, j, n) for j, stage in enumerate(wiring.stages)]
+    rolled = roll(capture, wiring)
+    made = [
+        stage_file(capture, stage, scope, rolled.blocks, j, n)
+        for j, (stage, scope) in enumerate(zip(wiring.stages, rolled.stages, strict=True))
+    ]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -51,6 +56,9 @@ def emit(
     )
     stage_template = environment.get_template("stage.py.j2")
     files = {f"stage_{j}.py": stage_template.render(one.fields) for j, one in enumerate(made)}
+    if rolled.blocks:
+        fields = blocks_file(capture, rolled.blocks)
+        files["blocks.py"] = environment.get_template("blocks.py.j2").render(fields)
     files["__init__.py"] = environment.get_template("init.py.j2").render(
         model=capture.model_name, n=n, version=fxpipe.__version__, example="out"
     )
@@ -81,8 +89,13 @@ def _buffers(capture: Capture, made: Sequence[StageFile]) -> dict[str, Tensor]:
         for path, module in capture.modules.items()
         for name, _ in module.named_buffers()
     }
-    held = {name for one in made for name in one.constructor.buffers}
+    held = _held_buffers(capture, made)
     return {name: capture.state[name].detach().clone() for name in sorted(held - stock)}
+
+
+def _held_buffers(capture: Capture, made: Sequence[StageFile]) -> set[str]:
+    held = {name for one in made for name in one.held}
+    return {name for name in held if not isinstance(capture.state[name], nn.Parameter)}
 
 
 def _manifest(
@@ -95,7 +108,7 @@ def _manifest(
 ) -> Manifest:
     stages = enumerate(zip(wiring.stages, made, strict=True))
     maker = {value: j for j, stage in enumerate(wiring.stages) for value in stage.outputs}
-    held = {name for one in made for name in one.constructor.buffers}
+    held = _held_buffers(capture, made)
     state = [name for name in capture.state if name in capture.saved or name in held]
     return Manifest(
         format=FORMAT,
@@ -135,6 +148,8 @@ def _stage(capture: Capture, plan: Plan, j: int, wiring: StageWiring, made: Stag
     ops = [capture.ops[name] for name in wiring.ops]
     written = {name for op in ops for name in op.mutates}
     estimate = plan.estimate.stages[j]
+    trained = tuple(name for name in made.held if isinstance(capture.state[name], nn.Parameter))
+    buffers = tuple(name for name in made.held if name not in trained)
     return StageSpec(
         file=f"stage_{j}.py",
         class_name=f"Stage{j}",
@@ -157,9 +172,9 @@ def _stage(capture: Capture, plan: Plan, j: int, wiring: StageWiring, made: Stag
             OutputSpec(value, j, capture.specs[value], capture.mode(value))
             for value in wiring.outputs
         ),
-        parameters=made.constructor.parameters,
-        buffers=made.constructor.buffers,
-        mutated_buffers=tuple(name for name in made.constructor.buffers if name in written),
+        parameters=trained,
+        buffers=buffers,
+        mutated_buffers=tuple(name for name in buffers if name in written),
         forward_ms=estimate.forward_ms,
         backward_ms=estimate.backward_ms,
         parameter_bytes=estimate.parameter_bytes,

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from fxpipe.codegen.functions import function_called
+from fxpipe.codegen.made import Written
 from fxpipe.errors import CaptureError
 from fxpipe.interpret import by_mode
 
@@ -113,7 +114,7 @@ class Writer:
             return f'float("{value}")'
         if value is Ellipsis:
             return "..."
-        if value is None or isinstance(value, bool | int | float | complex | str):
+        if value is None or isinstance(value, bool | int | float | complex | str | Written):
             return repr(value)
         if isinstance(value, torch.dtype | torch.memory_format | torch.layout):
             return str(value)

@@ -3,7 +3,7 @@
 import builtins
 import keyword
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
@@ -32,7 +32,7 @@ def local_names(
     taken_until: dict[str, int] = {}
     chosen: dict[str, str] = {}
     for place, value in made_at:
-        variable = base = _base(value)
+        variable = base = base_name(value)
         if base in functions:
             variable = base = f"{base}_"
         number = 1
@@ -44,39 +44,49 @@ def local_names(
     return chosen
 
 
-def _base(value: str) -> str:
-    """`hidden_states_12` as `hidden_states`; nn.Sequential's own `input_3` as `x`."""
+def base_name(value: str) -> str:
+    """`hidden_states_12` as `hidden_states`; nn.Sequential's own `input_3` as `x`.
+
+    `$x_1` is a name that is meant as it is.
+    """
+    if value.startswith("$"):
+        return f"{value[1:]}_" if value[1:] in _OURS else value[1:]
     base = re.sub(r"(_\d+)+$", "", value)
     base = "x" if base == "input" else base
     return f"{base}_" if base in _TAKEN else base
 
 
-def child(parent: str, name: str, in_dict: bool = False) -> str:
+Containers = Mapping[str, str]  # paths of modules that are indexed: by "list" number or "dict" key
+
+
+def child(parent: str, name: str, kind: str = "") -> str:
     """The expression for the child `name` of the module that the expression `parent` is."""
-    if in_dict:
+    if kind == "list":
+        return f"{parent}[{name}]"
+    if kind == "dict":
         return f'{parent}["{name}"]'
     if name.isidentifier() and not keyword.iskeyword(name):
         return f"{parent}.{name}"
     return f"getattr({parent}, {name!r})"
 
 
-def assignment(parent: str, name: str, value: str, in_dict: bool = False) -> str:
+def assignment(parent: str, name: str, value: str, kind: str = "") -> str:
     """The line that makes `value` the child `name` of `parent`."""
-    target = child(parent, name, in_dict)
+    target = child(parent, name, kind)
     if target.startswith("getattr("):
         return f"setattr({parent}, {name!r}, {value})"
     return f"{target} = {value}"
 
 
-def path(name: str, dicts: Container[str], known: tuple[str, str] = ("", "self")) -> str:
-    """The expression for a dotted path; `dicts` are the paths of `nn.ModuleDict`s.
+def path(name: str, containers: Containers, known: tuple[str, str] = ("", "self")) -> str:
+    """The expression for a dotted path.
 
     `known` is a path that `name` lies below and the variable that holds that module.
     """
     walked, expression = known
     below = name.removeprefix(walked).removeprefix(".")
     for part in below.split("."):
-        expression = child(expression, part, walked in dicts)
+        expression = child(expression, part, containers.get(walked, ""))
         walked = f"{walked}.{part}" if walked else part
     return expression
 

@@ -1,17 +1,19 @@
-"""One stage as a module: what its template lays out, line by line."""
+"""The files of a package that hold classes: one for each stage, one for repeated modules."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from torch import fx
-
-from fxpipe.codegen.body import Body, Line, names_device, reads
-from fxpipe.codegen.constructor import Constructor, construct
+from fxpipe.codegen.block import Block
+from fxpipe.codegen.class_text import ClassText, class_text
+from fxpipe.codegen.comments import Comments
+from fxpipe.codegen.constructor import construct, held_state, tie_lines
 from fxpipe.codegen.functions import functions_imported
-from fxpipe.codegen.names import local_names, path, plain
-from fxpipe.codegen.sizes import size_lines
+from fxpipe.codegen.names import plain
+from fxpipe.codegen.scope import Scope
 from fxpipe.ir import Capture, Port, StageWiring
+from fxpipe.source import forward_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,113 +22,99 @@ class StageFile:
 
     fields: dict[str, object]
     parameters: tuple[str, ...]
-    constructor: Constructor
+    held: tuple[str, ...]
 
 
-_CONDITION = {
-    "both": "",
-    "train": " if self.training else None",
-    "eval": " if not self.training else None",
-}
-
-
-def stage_file(capture: Capture, wiring: StageWiring, j: int, n: int) -> StageFile:
+def stage_file(
+    capture: Capture, wiring: StageWiring, scope: Scope, blocks: Sequence[Block], j: int, n: int
+) -> StageFile:
     """Decide every line of stage `j` of `n`."""
-    wanted = set(wiring.ops)
-    ops = {node.name: node for node in capture.graph.nodes if node.name in wanted}
-    nodes = [ops[name] for name in wiring.ops]
-    made = construct(capture, nodes)
-    names = local_names(nodes, [port.value for port in wiring.inputs], wiring.outputs)
-    parameters = tuple(names[port.value] for port in wiring.inputs)
-
-    lines = list(Body(capture, nodes, names, wiring.outputs, made.dicts).lines())
-    if not str(lines[0]):  # between groups stands a blank line, before the first none
-        lines = lines[1:]
-    always = [port for port in wiring.inputs if capture.mode(port.value) == "both"]
-    body = [*_opening(capture, nodes, always, names, made), *lines]
-    results = [names[value] + _CONDITION[capture.mode(value)] for value in wiring.outputs]
-    body.append(Line(f"return {', '.join(results) or '()'}"))
-    takes = [f"{names[port.value]}: {_kind(capture, port.value)}" for port in wiring.inputs]
-    kinds = ", ".join(_kind(capture, value) for value in wiring.outputs) or "()"
-    code = "\n".join([*made.lines, *(line.code for line in body)])
+    ops = {node.name: node for node in capture.graph.nodes if node.name in set(wiring.ops)}
+    held = held_state(capture, [ops[name] for name in wiring.ops])
+    ties = tie_lines(capture, held, construct(scope).containers)
+    text = class_text(
+        scope,
+        f"Stage{j}",
+        [_summary(capture, wiring.ops)],
+        dtype=capture.dtype,
+        comments=Comments("", ""),
+        ties=ties,
+    )
+    takes = [_take(capture, port, text.names[port.value]) for port in wiring.inputs]
+    returns = [f"Returns {text.names[v]}: {capture.specs[v]}" for v in wiring.outputs]
     fields: dict[str, object] = {
         "j": j,
         "n": n,
-        "model": capture.model_name,
-        "class_name": f"Stage{j}",
-        "summary": _summary(capture, nodes),
-        "takes": [_take(capture, port, names) for port in wiring.inputs],
-        "returns": [f"Returns {names[value]}: {capture.specs[value]}" for value in wiring.outputs],
-        "imports": _imports(code, typed=bool(parameters or results)),
-        "own_imports": functions_imported(capture, code),
-        "constructor": made.lines,
-        "signature": ", ".join(["self", *takes]),
-        "result": kinds if len(results) == 1 else f"tuple[{kinds}]",
-        "body": [text for line in body for text in str(line).split("\n")],
+        "model": plain(capture.model_name),
+        "ports": [*takes, *returns],
+        "imports": _imports(capture, [text], blocks),
+        "stage": text,
     }
-    return StageFile(fields, parameters, made)
+    return StageFile(fields, tuple(text.names[port.value] for port in wiring.inputs), held)
 
 
-def _opening(
-    capture: Capture,
-    nodes: Sequence[fx.Node],
-    inputs: Sequence[Port],
-    names: dict[str, str],
-    made: Constructor,
-) -> Iterator[Line]:
-    """What the ops need to know of the inputs: batch size, dtype, device."""
-    literals = [capture.literals.get(v.name, "") for node in nodes for v in reads(node)]
-    given = [(names[port.value], capture.specs[port.value]) for port in inputs]
-    yield from map(Line, size_lines(literals, given))
-    if any(re.search(r"\bdtype\b", text) for text in literals):
-        yield Line(f"dtype = {_dtype(capture, inputs, names, made)}")
-    if any(names_device(node) for node in nodes):
-        device = f"{given[0][0]}.device" if given else 'torch.device("cpu")'
-        yield Line(f"device = {device}")
+def blocks_file(capture: Capture, blocks: Sequence[Block]) -> dict[str, object]:
+    """Decide every line of the classes of repeated modules."""
+    texts = []
+    for block in blocks:
+        place = forward_place(block.kind)
+        file = place[0] if place else ""
+        doc = plain(f"{block.kind.__name__}{' of ' if file else ''}{file}: {_paths(block.paths)}.")
+        texts.append(
+            class_text(
+                block.scope,
+                block.name,
+                [doc],
+                dtype=capture.dtype,
+                comments=Comments(block.scope.path, file),
+            )
+        )
+    return {
+        "model": plain(capture.model_name),
+        "imports": _imports(capture, texts, ()),
+        "blocks": texts,
+    }
 
 
-def _dtype(
-    capture: Capture, inputs: Sequence[Port], names: dict[str, str], made: Constructor
-) -> str:
-    """The model's own dtype, read off a parameter of the stage or else off an input."""
-    for name in made.parameters:
-        if capture.state[name].dtype == capture.dtype:
-            return f"{path(name, made.dicts)}.dtype"
-    for port in inputs:
-        if capture.specs[port.value].torch_dtype == capture.dtype:
-            return f"{names[port.value]}.dtype"
-    return "torch.get_default_dtype()"
+def _paths(paths: Sequence[str]) -> str:
+    """`h.0.attn` to `h.11.attn` as `h.*.attn`, with their number."""
+    kinds = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in paths)
+    shown = [kind for kind, _ in groupby(kinds)][:3]
+    more = ", ..." if len(kinds) > len(shown) else ""
+    return f"{', '.join(shown)}{more} ({len(paths)})" if len(paths) > 1 else paths[0]
 
 
-def _kind(capture: Capture, value: str) -> str:
-    return "Tensor" if capture.mode(value) == "both" else "Tensor | None"
-
-
-def _summary(capture: Capture, nodes: Sequence[fx.Node]) -> str:
-    count = "1 op" if len(nodes) == 1 else f"{len(nodes)} ops"
-    named = [m for m in (capture.ops[node.name].module for node in nodes) if m]
+def _summary(capture: Capture, names: Sequence[str]) -> str:
+    count = "1 op" if len(names) == 1 else f"{len(names)} ops"
+    named = [module for module in (capture.ops[name].module for name in names) if module]
     if not named:
         return f"{count}."
     within = f"in {named[0]}" if named[0] == named[-1] else f"from {named[0]} to {named[-1]}"
     return plain(f"{count}, {within}.")
 
 
-def _take(capture: Capture, port: Port, names: dict[str, str]) -> str:
+def _take(capture: Capture, port: Port, variable: str) -> str:
     if port.source is None:
         origin = "the caller"
     else:
         origin = f"stage {port.source}" + (" (portal)" if port.portal else "")
-    return f"Takes {names[port.value]}: {capture.specs[port.value]} from {origin}"
+    return f"Takes {variable}: {capture.specs[port.value]} from {origin}"
 
 
-def _imports(code: str, typed: bool) -> list[str]:
+def _imports(capture: Capture, texts: Iterable[ClassText], blocks: Sequence[Block]) -> list[str]:
+    """The lines that import what the code uses."""
+    code = "\n".join(text.code for text in texts)
+
     def used(name: str) -> bool:
         return re.search(rf"(?<![\w.]){name}\.", code) is not None
 
     lines = [f"import {name}" for name in ("math", "operator") if used(name)]
+    lines += ["from collections import OrderedDict"] * ("OrderedDict(" in code)
     lines += [""] * bool(lines)  # the standard library stands apart
     lines += ["import torch"] * used("torch")
-    lines.append("from torch import Tensor, nn" if typed else "from torch import nn")
-    if used("F"):
-        lines.append("from torch.nn import functional as F")
-    return lines
+    lines.append("from torch import Tensor, nn" if "Tensor" in code else "from torch import nn")
+    lines += ["from torch.nn import functional as F"] * used("F")
+    named = sorted(b.name for b in blocks if re.search(rf"(?<![\w.]){b.name}\(", code))
+    own = [f"from .blocks import {', '.join(named)}"] if named else []
+    own += functions_imported(capture, code)
+    return [*lines, "", *own] if own else lines

@@ -19,6 +19,7 @@ HELPERS = (
     "fxpipe.machine",
     "fxpipe.meter",
     "fxpipe.regions",
+    "fxpipe.source",
     "fxpipe.specs",
     "fxpipe.stock",
 )

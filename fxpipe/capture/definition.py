@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-from fxpipe.capture.dynamo import short_path
 from fxpipe.errors import CaptureError
+from fxpipe.source import short_path
 
 _UNUSED = ("symbolic",)  # methods that only an export to ONNX calls
 

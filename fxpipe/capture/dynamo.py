@@ -143,12 +143,6 @@ def parse_stack(text: str) -> list[traceback.FrameSummary]:
     ]
 
 
-def short_path(file: str) -> str:
-    """The file without what is of this machine: from site-packages on, else its name."""
-    _, found, rest = file.rpartition("site-packages/")
-    return rest if found else file.rpartition("/")[2]
-
-
 def user_place(error: BaseException) -> str:
     """Where in the user's code `error` arose, in words."""
     return _place(user_frame(traceback.extract_tb(error.__traceback__)))

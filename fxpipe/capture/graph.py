@@ -9,12 +9,13 @@ from torch import Tensor, fx
 from torch.fx.node import Argument, Target
 from torch.nn import functional
 
-from fxpipe.capture.dynamo import function_of, parse_stack, short_path, user_frames
+from fxpipe.capture.dynamo import function_of, parse_stack, user_frames
 from fxpipe.capture.functions import Functions
 from fxpipe.capture.names import ModelNames
 from fxpipe.errors import CaptureError
 from fxpipe.ir import SourceLine
 from fxpipe.regions import PLAIN, REGION, behind
+from fxpipe.source import short_path
 
 _CHECKPOINT: Target = torch.ops.higher_order.tag_activation_checkpoint
 _SKIPPED: tuple[Target, ...] = (

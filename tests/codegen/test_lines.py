@@ -93,7 +93,7 @@ def test_names_of_the_model_are_text_not_code():
     evil.add_module('a"; import os; "', nn.Linear(1, 1))
     from fxpipe.codegen.names import assignment, path, plain
 
-    assert path('a"; import os; "', set()) == """getattr(self, 'a"; import os; "')"""
+    assert path('a"; import os; "', {}) == """getattr(self, 'a"; import os; "')"""
     assert assignment("self", "class", "nn.Module()") == "setattr(self, 'class', nn.Module())"
-    assert path("h.0.attn", {"h"}) == 'self.h["0"].attn'
+    assert path("h.0.attn", {"h": "dict"}) == 'self.h["0"].attn'
     assert plain('x\n"""; import os') == "x '''; import os"

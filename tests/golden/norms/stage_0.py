@@ -19,6 +19,6 @@ class Stage0(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        # models.py:48 | x = self.relu(self.bn(self.conv(x))) * self.scale
-        x = self.relu(self.bn(self.conv(x))) * self.scale  # float32[batch, 4, 8, 8]
+        # models.py
+        x = self.relu(self.bn(self.conv(x))) * self.scale  # line 48
         return x

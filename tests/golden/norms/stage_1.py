@@ -16,9 +16,7 @@ class Stage1(nn.Module):
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        # models.py:49 | x = F.dropout(x, 0.25, self.training)
-        x = F.dropout(x, p=0.25, training=self.training)  # float32[batch, 4, 8, 8]
-
-        # models.py:50 | return self.head(x.mean((2, 3)))
-        output = self.head(x.mean((2, 3)))  # float32[batch, 2]
+        # models.py
+        x = F.dropout(x, p=0.25, training=self.training)  # line 49
+        output = self.head(x.mean((2, 3)))  # line 50: float32[batch, 2]
         return output

@@ -19,19 +19,15 @@ class Stage0(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         batch = x.size(0)
-        dtype = self.a.weight.dtype
-        # models.py:114 | y = self.a(x)
-        y = self.a(x)  # float32[batch, 6]
+        dtype = x.dtype
 
-        # models.py:116 | y = y * (torch.rand(y.size(0), 1, dtype=y.dtype) > 0.25) / 0.75
+        # models.py
+        y = self.a(x)  # line 114: float32[batch, 6]
         if self.training:
-            # float32[batch, 6]
-            y_2 = y * (torch.rand(batch, 1, dtype=dtype) > 0.25) / 0.75
-        y = y_2 if self.training else y  # float32[batch, 6]
-
-        # models.py:117 | x = x + y
-        x = x + y  # float32[batch, 6]
-
-        # models.py:118 | x = x + self.b(x) if self.training else x - self.b(x).relu()
-        linear = self.b(x)  # float32[batch, 6]
+            y_2 = y * (torch.rand(batch, 1, dtype=dtype) > 0.25) / 0.75  # line 116
+        # line 116: y = y * (torch.rand(y.size(0), 1, dtype=y.dtype) > 0.25) / 0.75
+        y = y_2 if self.training else y
+        x = x + y  # line 117
+        # line 118: x = x + self.b(x) if self.training else x - self.b(x).relu()
+        linear = self.b(x)
         return x, linear

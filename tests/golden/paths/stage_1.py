@@ -16,13 +16,13 @@ class Stage1(nn.Module):
         self.c = nn.Linear(6, 3)
 
     def forward(self, x: Tensor, linear: Tensor) -> Tensor:
-        # models.py:118 | x = x + self.b(x) if self.training else x - self.b(x).relu()
         if self.training:
+            # models.py
+            # line 118: x = x + self.b(x) if self.training else x - self.b(x).relu()
             x_2 = x + linear  # float32[batch, 6]
         else:
-            x = x - linear.relu()  # float32[batch, 6]
-        x = x_2 if self.training else x  # float32[batch, 6]
-
-        # models.py:119 | return self.c(x)
-        output = self.c(x)  # float32[batch, 3]
+            # line 118: x = x + self.b(x) if self.training else x - self.b(x).relu()
+            x = x - linear.relu()
+        x = x_2 if self.training else x  # line 118
+        output = self.c(x)  # line 119: float32[batch, 3]
         return output

@@ -14,13 +14,12 @@ class Stage0(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 6)
-        self.middle = nn.ModuleDict()
-        self.middle["0"] = nn.Linear(6, 6)
+        self.middle = nn.ModuleList([nn.Linear(6, 6)])
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # models.py:31 | skip = self.first(x)
-        skip = self.first(x)  # float32[batch, 6]
+        # models.py
+        skip = self.first(x)  # line 31: float32[batch, 6]
 
-        # middle | models.py:32 | x = self.middle(skip)
-        x = self.middle["0"](skip)  # float32[batch, 6]
+        # middle in models.py
+        x = self.middle[0](skip)  # line 32
         return skip, x

@@ -12,12 +12,12 @@ class Stage1(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.middle = nn.ModuleDict()
-        self.middle["1"] = nn.Tanh()
-        self.middle["2"] = nn.Linear(6, 6)
-        self.middle["3"] = nn.Tanh()
+        self.middle = nn.ModuleDict(
+            {"1": nn.Tanh(), "2": nn.Linear(6, 6), "3": nn.Tanh()}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        # middle | models.py:32 | x = self.middle(skip)
+        # middle in models.py
+        # line 32: x = self.middle(skip)
         x = self.middle["3"](self.middle["2"](self.middle["1"](x)))  # float32[batch, 6]
         return x

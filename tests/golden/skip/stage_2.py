@@ -17,6 +17,6 @@ class Stage2(nn.Module):
         self.last = nn.Linear(12, 3)
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-        # models.py:33 | return self.last(torch.cat([x, skip], dim=1))
-        output = self.last(torch.cat([x, skip], dim=1))  # float32[batch, 3]
+        # models.py
+        output = self.last(torch.cat([x, skip], dim=1))  # line 33: float32[batch, 3]
         return output

@@ -13,14 +13,12 @@ class Stage0(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 6)
-        self.body = nn.ModuleDict()
-        self.body["0"] = nn.Linear(6, 6)
-        self.body["1"] = nn.GELU()
+        self.body = nn.ModuleList([nn.Linear(6, 6), nn.GELU()])
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # models.py:64 | return self.head(self.body(self.embed(tokens)))
-        embedding = self.embed(tokens)  # float32[batch, 5, 6]
+        # models.py
+        embedding = self.embed(tokens)  # line 64: float32[batch, 5, 6]
 
-        # body | models.py:64 | return self.head(self.body(self.embed(tokens)))
-        x = self.body["1"](self.body["0"](embedding))  # float32[batch, 5, 6]
+        # body in models.py
+        x = self.body[1](self.body[0](embedding))  # line 64
         return x

@@ -12,14 +12,15 @@ class Stage1(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.ModuleDict()
-        self.body["2"] = nn.Linear(6, 6)
+        self.body = nn.ModuleDict({"2": nn.Linear(6, 6)})
         self.head = nn.Linear(6, 11, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # body | models.py:64 | return self.head(self.body(self.embed(tokens)))
+        # body in models.py
+        # line 64: return self.head(self.body(self.embed(tokens)))
         x = self.body["2"](x)  # float32[batch, 5, 6]
 
-        # models.py:64 | return self.head(self.body(self.embed(tokens)))
+        # models.py
+        # line 64: return self.head(self.body(self.embed(tokens)))
         output = self.head(x)  # float32[batch, 5, 11]
         return output

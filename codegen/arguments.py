@@ -1,0 +1,99 @@
+"""Names for what differs between instances of a class: as the user's own class has them."""
+
+import inspect
+import keyword
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from fxpipe.codegen.names import base_name
+from fxpipe.codegen.parts import Part, Slot
+from fxpipe.source import line_within
+
+Column = tuple[Any, ...]
+
+
+def setting_names(
+    numbers: Mapping[Column, Sequence[Slot]], taken: set[str], modules: Sequence[nn.Module]
+) -> dict[Column, str]:
+    """A constructor argument for each number, by its values in all of `modules`.
+
+    It is called as the user's class calls an argument or attribute that has these values, else as
+    the module or function that takes the number calls it.
+    """
+    signature = _parameters(type(modules[0]).__init__)
+    attributes = [*signature, *(name for name in vars(modules[0]) if name not in signature)]
+    names: dict[Column, str] = {}
+    for column, slots in numbers.items():
+        own = [name for name in attributes if _has(modules, name, column)]
+        candidates = [*own, *_told(slots)]
+        names[column] = _free(candidates, {*taken, *names.values(), *dir(nn.Module)})
+    order = {name: place for place, name in enumerate(signature)}
+    return dict(sorted(names.items(), key=lambda item: order.get(item[1], len(order))))
+
+
+def input_names(parts: Sequence[Part], module: nn.Module) -> dict[Column, str]:
+    """A parameter of forward for each value from outside, by what it is in all of `parts`.
+
+    It is called as the parameter of the user's forward that stands in the lines which read it.
+    """
+    readers: dict[Column, list[fx.Node]] = {}
+    for place, slot in enumerate(parts[0].slots):
+        if slot.is_value and slot.node is not None:
+            column = tuple(part.slots[place].content for part in parts)
+            readers.setdefault(column, []).append(slot.node)
+    formals = _parameters(type(module).forward)
+    names: dict[Column, str] = {}
+    for column, nodes in readers.items():
+        texts = [line.text for node in nodes if (line := line_within(node, module)) is not None]
+        own = base_name(str(column[0].target if column[0].op == "get_attr" else column[0].name))
+        own = own.rpartition(".")[2]
+        score = {
+            formal: sum(bool(re.search(rf"\b{formal}\b", text)) for text in texts)
+            + (0.5 if formal == own else 0)
+            for formal in formals
+            if formal not in names.values()
+        }
+        best = max(score, key=lambda name: score[name], default="")
+        known = [best] if best and score[best] else []
+        names[column] = _free([*known, own], {"self", *names.values()})
+    order = {name: place for place, name in enumerate(formals)}
+    return dict(sorted(names.items(), key=lambda item: order.get(item[1], len(order))))
+
+
+def _parameters(function: Any) -> list[str]:
+    """The names that a call may give, `self` left out."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        return []
+    return [p.name for p in parameters if p.kind in named and p.name != "self"]
+
+
+def _has(modules: Sequence[nn.Module], name: str, column: Column) -> bool:
+    values = [getattr(module, name, None) for module in modules]
+    return all(type(a) is type(b) and a == b for a, b in zip(values, column, strict=True))
+
+
+def _told(slots: Sequence[Slot]) -> list[str]:
+    """What the takers of a number call it, alone and behind the taker's own name."""
+    plain = [slot.name for slot in slots if slot.name]
+    long = [f"{slot.module.rpartition('.')[2]}_{slot.name}" for slot in slots if slot.name]
+    return [*plain, *long, "value"]
+
+
+def _free(candidates: Sequence[str], taken: set[str]) -> str:
+    usable = [
+        n for n in candidates if n.isidentifier() and n.isascii() and not keyword.iskeyword(n)
+    ]
+    for name in usable:
+        if name not in taken and not name.startswith("_"):
+            return name
+    base = (usable or ["value"])[0].strip("_") or "value"
+    number = 2
+    while f"{base}_{number}" in taken:
+        number += 1
+    return f"{base}_{number}"

@@ -1,0 +1,224 @@
+"""The class of a group of parts: what is common to all is written into it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from fxpipe.codegen.arguments import Column, input_names, setting_names
+from fxpipe.codegen.loops import LOOP, Loop
+from fxpipe.codegen.made import Made, Written
+from fxpipe.codegen.parts import Facts, Opened, Part, Slot, open_part
+from fxpipe.codegen.scope import Scope
+from fxpipe.interpret import MODE
+from fxpipe.ir import Capture
+from fxpipe.regions import REGION
+from fxpipe.runtime.manifest import Mode, TensorSpec
+from fxpipe.specs import sizes_in, where_told
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A repeated module as a class; `paths` are the modules that it stands for."""
+
+    name: str
+    kind: type[nn.Module]
+    scope: Scope
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """A class before it has a name: its scope, and for each part what it is given.
+
+    `outputs` are places of ops in the parts.
+    """
+
+    scope: Scope
+    settings: Sequence[Mapping[str, Any]]
+    inputs: Sequence[tuple[fx.Node, ...]]
+    outputs: tuple[int, ...]
+
+
+def varying(parts: Sequence[Part]) -> dict[Column, list[Slot]]:
+    """The numbers that are not the same in all parts, and the first part's slots of each."""
+    found: dict[Column, list[Slot]] = {}
+    for column, slot in zip(_columns(parts), parts[0].slots, strict=True):
+        if not slot.is_value and any(not _same(value, column[0]) for value in column):
+            found.setdefault(column, []).append(slot)
+    return found
+
+
+def design(
+    parts: Sequence[Part],
+    facts: Facts,
+    capture: Capture,
+    modules: Sequence[nn.Module],
+) -> Design | None:
+    """One class for `parts`, which have one key; None if it could not tell a size it needs."""
+    first, columns, specs = parts[0], _columns(parts), capture.specs
+    opened = open_part(first, facts, lambda slot: slot.content)
+    taken = {name.partition(".")[0] for name in (*opened.made, *opened.shapes)}
+    settings = setting_names(varying(parts), taken, modules)
+    inputs = input_names(parts, modules[0])
+    common = _common_specs(parts, specs)
+    for column, name in inputs.items():
+        spec = _common([specs.get(value.name) for value in column])
+        common |= {} if spec is None else {f"${name}": spec}
+    given = [spec for name in inputs.values() if (spec := common.get(f"${name}")) is not None]
+    for size in {size for text in opened.texts for size in sizes_in(text)}:
+        if all(where_told(spec, size) is None for spec in given):
+            return None
+    outputs = tuple(sorted(frozenset[int]().union(*(part.outputs for part in parts))))
+    modes = {f"${name}": {capture.mode(v.name) for v in column} for column, name in inputs.items()}
+    for place in outputs:
+        modes[first.nodes[place].name] = {capture.mode(part.nodes[place].name) for part in parts}
+    partial = {value: (found - {"both"}) for value, found in modes.items() if first.mode is None}
+    return Design(
+        scope=_scope(
+            parts,
+            facts,
+            columns,
+            settings,
+            inputs,
+            outputs,
+            common,
+            {v: min(found) for v, found in partial.items() if found},
+        ),
+        settings=[
+            {name: column[k] for column, name in settings.items()} for k in range(len(parts))
+        ],
+        inputs=[tuple(column[k] for column in inputs) for k in range(len(parts))],
+        outputs=outputs,
+    )
+
+
+def _columns(parts: Sequence[Part]) -> list[Column]:
+    """For each slot its contents in all parts."""
+    return list(zip(*([slot.content for slot in part.slots] for part in parts), strict=True))
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)
+
+
+def _common(specs: Iterable[TensorSpec | None]) -> TensorSpec | None:
+    """What is the same in all of `specs`; a size that differs is `_`."""
+    first, *others = list(specs)
+    if first is None or None in others:
+        return None
+    known = [spec for spec in others if spec is not None]
+    if any(s.dtype != first.dtype or len(s.shape) != len(first.shape) for s in known):
+        return None
+    shape = tuple(
+        dim if all(spec.shape[k] == dim for spec in known) else "_"
+        for k, dim in enumerate(first.shape)
+    )
+    return TensorSpec(shape, first.dtype, first.requires_grad)
+
+
+def _common_specs(parts: Sequence[Part], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    found = {}
+    for place, node in enumerate(parts[0].nodes):
+        spec = _common([specs.get(part.nodes[place].name) for part in parts])
+        if spec is not None:
+            found[node.name] = spec
+    return found
+
+
+def _scope(
+    parts: Sequence[Part],
+    facts: Facts,
+    columns: Sequence[Column],
+    settings: Mapping[Column, str],
+    inputs: Mapping[Column, str],
+    outputs: Sequence[int],
+    common: Mapping[str, TensorSpec],
+    modes: Mapping[str, Mode],
+) -> Scope:
+    """The ops of the first part in a graph of their own, with names in its slots."""
+    graph = fx.Graph()
+    formal = {column: graph.placeholder(name) for column, name in inputs.items()}
+    for node, name in zip(formal.values(), inputs.values(), strict=True):
+        node.name = f"${name}"  # unlike any value's
+    waiting = iter(columns)
+
+    def fill(slot: Slot) -> Any:
+        column = next(waiting)
+        if slot.is_value:
+            return formal[column]
+        if column not in settings:
+            return slot.content
+        return Written(f"self.{settings[column]}" if slot.within else settings[column])
+
+    first = parts[0]
+    opened = open_part(first, facts, fill)
+    prefix = f"{first.path}."
+    new: dict[fx.Node, fx.Node] = {}
+    attributes: dict[str, fx.Node] = {}
+
+    def placed(value: Any) -> Any:
+        if not isinstance(value, fx.Node) or value.graph is graph:
+            return value
+        if value in new:
+            return new[value]
+        name = str(value.target).removeprefix(prefix)
+        if name not in attributes:
+            attributes[name] = graph.get_attr(name)
+        return attributes[name]
+
+    made, loops = _needing(opened, parts, facts)
+    for op in opened.ops:
+        args, kwargs = fx.node.map_aggregate((op.args, op.kwargs), placed)
+        node = graph.create_node(op.node.op, op.target, args, kwargs)
+        node.name = op.node.name
+        node.meta = dict(op.node.meta)
+        if first.mode is not None:
+            node.meta.pop(MODE, None)
+        if first.region is not None:
+            node.meta.pop(REGION, None)
+        if op.node in loops:
+            node.meta[LOOP] = loops[op.node]
+        new[op.node] = node
+    state = {name: facts.state[prefix + name] for name in opened.shapes}
+    return Scope(
+        path=first.path,
+        nodes=tuple(new.values()),
+        inputs=tuple(node.name for node in formal.values()),
+        outputs=tuple(first.nodes[place].name for place in outputs),
+        made=made,
+        state=state,
+        shapes=opened.shapes,
+        saved=frozenset(name for name in state if prefix + name in facts.saved),
+        literals={},
+        texts=tuple(opened.texts),
+        specs=common,
+        modes=modes,
+        settings={name: column[0] for column, name in settings.items()},
+    )
+
+
+def _needing(
+    opened: Opened, parts: Sequence[Part], facts: Facts
+) -> tuple[dict[str, Made], dict[fx.Node, Loop]]:
+    """The modules of a class, with the arguments that one of its instances needs."""
+    made = {
+        name: one.needing(
+            [m for r in parts if (m := facts.made.get(f"{r.path}.{name}")) is not None]
+        )
+        for name, one in opened.made.items()
+    }
+    loops = {
+        node: Loop(
+            loop.numbers,
+            tuple(
+                made[f"{str(node.target).removeprefix(parts[0].path + '.')}.{number}"]
+                for number in loop.numbers
+            ),
+            loop.carried,
+            loop.count,
+        )
+        for node, loop in opened.loops.items()
+    }
+    return made, loops

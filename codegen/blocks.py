@@ -1,0 +1,333 @@
+"""Repeated modules become classes of the package, written once.
+
+1. The ops of each stage are put into the tree of the module calls that made them; a call that a cut
+   divides is none of it.
+2. From the innermost outwards, calls that differ in nothing but numbers and in the values that they
+   are given become one class. What is the same in all of them is written into the class, what
+   differs is an argument of its constructor or of its forward.
+3. Each call becomes one node that calls a module of that class. Chains of an nn.Sequential and runs
+   over a list of modules become one node too.
+
+A call that occurs once is written out where it stands.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from fxpipe.codegen.block import Block, Design, design, varying
+from fxpipe.codegen.calls import Call, call_tree, op_counts
+from fxpipe.codegen.loops import LOOP, fold_loops
+from fxpipe.codegen.made import Made, made_of_stock
+from fxpipe.codegen.parts import Facts, OutsideError, Part, find_slots
+from fxpipe.codegen.scope import Scope
+from fxpipe.interpret import MODE
+from fxpipe.ir import Capture, Wiring
+from fxpipe.regions import REGION
+from fxpipe.source import calling_line, line_within
+
+_MOST_SETTINGS = 8
+_RESERVED = {"Tensor", "OrderedDict", "F", "nn", "torch"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rolled:
+    """The classes, those that others use first, and the stages, written with them."""
+
+    blocks: tuple[Block, ...]
+    stages: tuple[Scope, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """One call of a group, and the call around it."""
+
+    call: Call
+    parent: Call
+    part: Part
+
+
+def roll(capture: Capture, wiring: Wiring) -> Rolled:
+    """The repeated modules of all stages as classes."""
+    return _Rolling(capture, wiring).run()
+
+
+class _Rolling:
+    def __init__(self, capture: Capture, wiring: Wiring) -> None:
+        self.capture, self.wiring = capture, wiring
+        self.graph, nodes = _copy(capture)
+        ops = [[nodes[name] for name in stage.ops] for stage in wiring.stages]
+        totals = op_counts(node for stage in ops for node in stage)
+        self.trees = [call_tree(stage, j, totals) for j, stage in enumerate(ops)]
+        self.wanted = {name for stage in wiring.stages for name in stage.outputs}
+        self.made = {path: made_of_stock(module) for path, module in capture.modules.items()}
+        self.facts = Facts(capture.state, capture.saved, capture.literals, self.made)
+        calls = [call for tree in self.trees for call in tree.calls()]
+        self.order = {call: place for place, call in enumerate(calls)}
+        self.calls = Counter(call.path for call in calls)
+        self.unfit = _unfit(ops, self.calls, capture)
+        self.became: dict[fx.Node, fx.Node] = {}
+        self.blocks: list[Block] = []
+        self.names: set[str] = set(_RESERVED)
+
+    def run(self) -> Rolled:
+        levels: dict[int, list[tuple[Call, Call]]] = {}
+        for parent in (outer for tree in self.trees for outer in (*tree.calls(), tree)):
+            for call in parent.items:
+                if isinstance(call, Call):
+                    levels.setdefault(call.height, []).append((call, parent))
+        for _, found in sorted(levels.items(), key=lambda level: level[0]):
+            self._level(found)
+        stages = zip(self.trees, self.wiring.stages, strict=True)
+        return Rolled(
+            tuple(self.blocks),
+            tuple(
+                self._stage(tree, tuple(port.value for port in stage.inputs), stage.outputs)
+                for tree, stage in stages
+            ),
+        )
+
+    def _stage(self, tree: Call, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Scope:
+        nodes = fold_loops(tree.nodes(), self.made, self.wanted)
+        literals = self.capture.literals
+        read = (used.name for node in nodes for used in node.all_input_nodes)
+        return Scope(
+            path="",
+            nodes=tuple(nodes),
+            inputs=inputs,
+            outputs=outputs,
+            made=self.made,
+            state=self.capture.state,
+            shapes={},
+            saved=self.capture.saved,
+            literals=literals,
+            texts=tuple(literals[name] for name in read if name in literals),
+            specs=self.capture.specs,
+            modes={v: m for v in (*inputs, *outputs) if (m := self.capture.mode(v)) != "both"},
+            settings={},
+        )
+
+    def _level(self, found: Sequence[tuple[Call, Call]]) -> None:
+        """Make nodes, or ops of the call around them, of calls that have none within them."""
+        groups: dict[tuple[Any, ...], list[_Member]] = {}
+        for call, parent in sorted(found, key=lambda pair: self.order[pair[0]]):
+            chain = self._chain(call)
+            if chain is not None:
+                parent.replace(call, [chain])
+                continue
+            call.items = [*fold_loops(call.nodes(), self.made, self.wanted)]
+            part = self._part(call)
+            if part is None:
+                parent.replace(call, call.nodes())
+            else:
+                kind = type(self.capture.tree[call.path])
+                members = groups.setdefault((kind, part.key), [])
+                members.append(_Member(call, parent, part))
+        for group in groups.values():
+            for members in _alike_enough(group):
+                made = self._design(members)
+                if made is None:
+                    for member in members:
+                        member.parent.replace(member.call, member.call.nodes())
+                else:
+                    self._use(members, made)
+
+    def _chain(self, call: Call) -> fx.Node | None:
+        """The call of an nn.Sequential as one node, if all its modules are called as it does it."""
+        module, nodes = self.capture.tree[call.path], call.nodes()
+        if type(module).forward is not nn.Sequential.forward or call.path in self.unfit:
+            return None
+        chain: list[tuple[str, Made]] = []
+        before: fx.Node | None = None
+        waiting = iter(nodes)
+        for name, child in module._modules.items():
+            if type(child) is nn.Identity:
+                chain.append((name, made_of_stock(child)))
+                continue
+            node = next(waiting, None)
+            if node is None or node.target != f"{call.path}.{name}" or LOOP in node.meta:
+                return None
+            if len(node.args) != 1 or node.kwargs or before not in (None, node.args[0]):
+                return None
+            if before is not None and (len(before.users) > 1 or before.name in self.wanted):
+                return None
+            chain.append((name, self.made[str(node.target)]))
+            before = node
+        if before is None or next(waiting, None) is not None:
+            return None
+        before.args, before.target = nodes[0].args, call.path
+        before.meta = {**before.meta, **self._call_meta(call)}
+        for node in reversed(nodes[:-1]):
+            self.graph.erase_node(node)
+        self.made[call.path] = Made(
+            "nn.Sequential", {}, frozenset(), nn.Sequential, (), tuple(chain)
+        )
+        return before
+
+    def _part(self, call: Call) -> Part | None:
+        """What a class for `call` would be made of, if it is worth one."""
+        nodes = call.nodes()
+        inside = set(nodes)
+        trivial = len(nodes) == 1 and not any(
+            str(used.target) in self.capture.state for used in nodes[0].all_input_nodes
+        )
+        if trivial or call.path in self.unfit:
+            return None
+        read_elsewhere = (
+            place
+            for place, node in enumerate(nodes)
+            if node.name in self.wanted or any(user not in inside for user in node.users)
+        )
+        part = Part(call.path, nodes, frozenset(read_elsewhere), call.mode(), call.region())
+        try:
+            find_slots(part, self.facts)
+        except OutsideError:
+            return None
+        return part
+
+    def _design(self, members: Sequence[_Member]) -> Design | None:
+        """One class for `members`, if there can be one and it is worth it."""
+        parts = [member.part for member in members]
+        paths = Counter(part.path for part in parts)
+        if len(members) < 2 or any(self.calls[path] > count for path, count in paths.items()):
+            return None
+        modules = [self.capture.tree[part.path] for part in parts]
+        made = design(parts, self.facts, self.capture, modules)
+        if made is not None:
+            settings = {
+                (r.path, repr(given)) for r, given in zip(parts, made.settings, strict=True)
+            }
+            if len(settings) > len(paths):
+                return None  # calls of one module that differ in a number
+        return made
+
+    def _use(self, members: Sequence[_Member], made: Design) -> None:
+        """Name the class, and call it in place of each of `members`."""
+        parts = [member.part for member in members]
+        kind = type(self.capture.tree[parts[0].path])
+        name = self._class_name(kind.__name__)
+        paths = tuple(dict.fromkeys(part.path for part in parts))
+        self.blocks.append(Block(name, kind, made.scope, paths))
+        for member, settings, inputs in zip(members, made.settings, made.inputs, strict=True):
+            self.made[member.part.path] = Made(name, settings, frozenset(settings))
+            given = tuple(self._now(value) for value in inputs)
+            member.parent.replace(member.call, self._call(member, given, made.outputs))
+
+    def _call(
+        self, member: _Member, given: tuple[fx.Node, ...], outputs: Sequence[int]
+    ) -> list[fx.Node]:
+        """The node that calls the class, and those that unpack what it returns."""
+        part = member.part
+        results = [part.nodes[place] for place in outputs]
+        with self.graph.inserting_after(part.nodes[-1]):
+            node = self.graph.call_module(part.path, given)
+        node.meta = self._call_meta(member.call)
+        made = [node]
+        if len(results) == 1:
+            self._replace(results[0], node)
+        elif results:
+            node.meta["val"] = tuple(result.meta.get("val") for result in results)
+            for k, place in enumerate(outputs):
+                if place in part.outputs:
+                    with self.graph.inserting_after(made[-1]):
+                        item = self.graph.call_function(operator.getitem, (node, k))
+                    item.meta = {**node.meta, "stack": node.meta["stack"][:-1]}
+                    self._replace(part.nodes[place], item)
+                    made.append(item)
+        for inner in reversed(part.nodes):
+            inner.replace_all_uses_with(node)  # of those erased before
+            self.graph.erase_node(inner)
+        return made
+
+    def _replace(self, result: fx.Node, node: fx.Node) -> None:
+        """Let `node` stand for `result`, under its name."""
+        node.meta["val"] = result.meta.get("val")
+        source = node if node.op == "call_module" else node.args[0]
+        result.replace_all_uses_with(node, lambda user: user is not source)
+        node.name, result.name = result.name, f"{result.name}_inside"
+        self.became[result] = node
+
+    def _now(self, node: fx.Node) -> fx.Node:
+        """What stands for `node` by now."""
+        while node in self.became:
+            node = self.became[node]
+        return node
+
+    def _call_meta(self, call: Call) -> dict[str, Any]:
+        first = call.nodes()[0]
+        tree = self.capture.tree
+        outer = call.stack[-2][0] if len(call.stack) > 1 else ""
+        line = line_within(first, tree[outer]) or calling_line(first, tree[call.path])
+        meta: dict[str, Any] = {"module": call.path, "stack": call.stack, "source": line}
+        frames = first.meta.get("frames", ())
+        meta["frames"] = frames[: frames.index(line) + 1] if line in frames else ()
+        mode, region = call.mode(), call.region()
+        meta |= {} if mode is None else {MODE: mode}
+        return meta | ({} if region is None else {REGION: region})
+
+    def _class_name(self, wished: str) -> str:
+        base = "".join(c for c in wished if c.isascii() and (c.isalnum() or c == "_")).lstrip("_")
+        base = base if base and not base[0].isdigit() else f"Block{base}"
+        name, number = base, 1
+        while name in self.names:
+            number += 1
+            name = f"{base}{number}"
+        self.names.add(name)
+        return name
+
+
+def _alike_enough(group: list[_Member]) -> Iterable[list[_Member]]:
+    """The group, or if too many numbers differ in it, those with equal numbers."""
+    if len(varying([member.part for member in group])) <= _MOST_SETTINGS:
+        return [group]
+    equal: dict[str, list[_Member]] = {}
+    for member in group:
+        numbers = [slot.content for slot in member.part.slots if not slot.is_value]
+        equal.setdefault(repr(numbers), []).append(member)
+    return equal.values()
+
+
+def _unfit(
+    ops: Sequence[Sequence[fx.Node]], whole: Mapping[str, int], capture: Capture
+) -> set[str]:
+    """Paths of modules that no class can stand for.
+
+    Ops outside of their calls use something of them, or a cut divides one of several calls.
+    """
+    unfit: set[str] = set()
+    made: dict[str, set[str]] = {}
+    for node in (node for stage in ops for node in stage):
+        stack = node.meta.get("stack", ())
+        for path, key in stack:
+            made.setdefault(path, set()).add(key)
+        for name in _names_used(node, capture):
+            parts = name.split(".")
+            unfit |= {".".join(parts[:k]) for k in range(1, len(parts))} - {p for p, _ in stack}
+    divided = {path for path, keys in made.items() if len(keys) > max(1, whole.get(path, 0))}
+    return unfit | divided
+
+
+def _names_used(node: fx.Node, capture: Capture) -> Iterator[str]:
+    for used in node.all_input_nodes:
+        if used.op == "get_attr" and str(used.target) in capture.state:
+            yield str(used.target)
+    if node.op == "call_module":
+        yield str(node.target)
+
+
+def _copy(capture: Capture) -> tuple[fx.Graph, Mapping[str, fx.Node]]:
+    """The graph anew, with the same names; what is text there reads nothing any more."""
+    made = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in capture.graph.nodes:
+        if node.name in capture.literals:
+            new[node] = made.get_attr(node.name)
+        else:
+            new[node] = made.node_copy(node, new.__getitem__)
+        new[node].name = node.name
+        new[node].meta = dict(node.meta)
+    return made, {node.name: node for node in new.values()}

@@ -1,0 +1,110 @@
+"""The tree of module calls that a stage's ops came from."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fxpipe.interpret import MODE
+from fxpipe.regions import PLAIN, REGION, Region
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of the module at `path`: its ops and the calls within it, in order.
+
+    `stack` has the path and the key of each call that it is within, and its own at the end.
+    """
+
+    stack: tuple[tuple[str, str], ...]
+    stage: int
+    items: list["fx.Node | Call"] = field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        """The module's place in the model."""
+        return self.stack[-1][0] if self.stack else ""
+
+    @property
+    def height(self) -> int:
+        """How many calls are nested within it."""
+        return max((1 + item.height for item in self.items if isinstance(item, Call)), default=0)
+
+    def calls(self) -> Iterator["Call"]:
+        """All calls within it, those within them first."""
+        for item in self.items:
+            if isinstance(item, Call):
+                yield from item.calls()
+                yield item
+
+    def nodes(self) -> list[fx.Node]:
+        """Its ops, those of the calls within it included."""
+        found: list[fx.Node] = []
+        for item in self.items:
+            found += item.nodes() if isinstance(item, Call) else [item]
+        return found
+
+    def replace(self, call: "Call", items: Sequence[fx.Node]) -> None:
+        """Put `items` where `call` stands."""
+        place = self.items.index(call)
+        self.items[place : place + 1] = items
+
+    def mode(self) -> bool | None:
+        """The one mode that all its ops are of, if it is so."""
+        modes = {node.meta.get(MODE) for node in self.nodes()}
+        return modes.pop() if len(modes) == 1 else None
+
+    def region(self) -> Region | None:
+        """The one region of grad mode and autocast that all its ops are in, if it is so."""
+        regions = {node.meta.get(REGION, PLAIN) for node in self.nodes()}
+        return regions.pop() if len(regions) == 1 else None
+
+
+def call_tree(ops: Sequence[fx.Node], stage: int, totals: Mapping[str, int]) -> Call:
+    """The calls that `ops` came from; `totals` has the number of ops of each call in the model.
+
+    A call of which the stage has not all ops, or not in one run, is not in the tree: its ops and
+    the calls within it stand in the call around it.
+    """
+    runs: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    before: set[str] = set()
+    for node in ops:
+        keys = {key for _, key in _stack(node)}
+        for key in keys:
+            counts[key] = counts.get(key, 0) + 1
+            runs[key] = runs.get(key, 0) + (key not in before)
+        before = keys
+    whole = {key for key, count in counts.items() if count == totals[key] and runs[key] == 1}
+    root = Call((), stage)
+    open_calls = [root]
+    for node in ops:
+        stack = tuple(entry for entry in _stack(node) if entry[1] in whole)
+        shared = 0
+        while (
+            shared < min(len(stack), len(open_calls) - 1)
+            and open_calls[shared + 1].stack[-1] == stack[shared]
+        ):
+            shared += 1
+        del open_calls[shared + 1 :]
+        for depth in range(shared, len(stack)):
+            inner = Call(stack[: depth + 1], stage)
+            open_calls[-1].items.append(inner)
+            open_calls.append(inner)
+        open_calls[-1].items.append(node)
+    return root
+
+
+def op_counts(ops: Iterable[fx.Node]) -> dict[str, int]:
+    """The number of ops of each call."""
+    counts: dict[str, int] = {}
+    for node in ops:
+        for _, key in _stack(node):
+            counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def _stack(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    """The calls that an op is within; that of a stock module is the op itself."""
+    stack: tuple[tuple[str, str], ...] = node.meta.get("stack", ())
+    return stack[:-1] if node.op == "call_module" else stack

@@ -1,0 +1,133 @@
+"""A class of the package, line by line: what its template lays out."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fxpipe.codegen.body import Body, names_device
+from fxpipe.codegen.comments import Comments, Line
+from fxpipe.codegen.constructor import Constructor, construct
+from fxpipe.codegen.loops import LOOP
+from fxpipe.codegen.names import local_names, path
+from fxpipe.codegen.scope import Scope
+from fxpipe.codegen.sizes import size_lines
+from fxpipe.runtime.manifest import Mode, TensorSpec
+
+_CONDITION: dict[Mode | None, str] = {
+    None: "",
+    "train": " if self.training else None",
+    "eval": " if not self.training else None",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ClassText:
+    """The template's fields of one class; `names` are the variables of its values."""
+
+    name: str
+    doc: tuple[str, ...]
+    settings: str
+    constructor: tuple[str, ...]
+    signature: str
+    result: str
+    body: tuple[str, ...]
+    names: Mapping[str, str]
+    containers: Mapping[str, str]
+
+    @property
+    def code(self) -> str:
+        """All code, for a look at what it needs to import."""
+        return "\n".join(
+            [self.settings, *self.constructor, self.signature, self.result, *self.body]
+        )
+
+
+def class_text(
+    scope: Scope,
+    name: str,
+    doc: Sequence[str],
+    *,
+    dtype: torch.dtype,
+    comments: Comments,
+    ties: Iterable[str] = (),
+) -> ClassText:
+    """Decide every line of the class of `scope`; `dtype` is the model's own."""
+    made = construct(scope)
+    names = local_names(scope.nodes, scope.inputs, scope.outputs)
+    parameters = [f"{names[value]}: {_kind(scope, value)}" for value in scope.inputs]
+    body = [
+        *_opening(scope, names, made, dtype),
+        *Body(scope, names, made.containers, comments).lines(),
+    ]
+    results = [f"{names[value]}{_CONDITION[scope.modes.get(value)]}" for value in scope.outputs]
+    body.append(Line(f"return {', '.join(results) or '()'}"))
+    text = [part for line in body for part in str(line).split("\n")]
+    while text and not text[0]:  # between groups stands a blank line, before the first none
+        text = text[1:]
+    used = {
+        setting for setting in scope.settings if re.search(rf"\bself\.{setting}\b", "\n".join(text))
+    }
+    kept = tuple(f"self.{setting} = {setting}" for setting in scope.settings if setting in used)
+    typed = [f"{setting}: {_type(value)}" for setting, value in scope.settings.items()]
+    return ClassText(
+        name=name,
+        doc=tuple(doc),
+        settings=", ".join(["self", *typed]),
+        constructor=(*kept, *made.lines, *ties),
+        signature=", ".join(["self", *parameters]),
+        result=_result(scope),
+        body=tuple(text),
+        names=names,
+        containers=made.containers,
+    )
+
+
+def _opening(
+    scope: Scope, names: Mapping[str, str], made: Constructor, dtype: torch.dtype
+) -> Iterator[Line]:
+    """What the ops need to know of the inputs: sizes, dtype, device."""
+    always = [v for v in scope.inputs if v not in scope.modes]
+    given = [(names[v], scope.specs[v]) for v in always if v in scope.specs]
+    yield from map(Line, size_lines(scope.texts, given))
+    if any(re.search(r"\bdtype\b", text) for text in scope.texts):
+        yield Line(f"dtype = {_dtype(scope, given, made, dtype)}")
+    if any(names_device(node) for node in scope.nodes):
+        device = f"{names[always[0]]}.device" if always else 'torch.device("cpu")'
+        yield Line(f"device = {device}")
+
+
+def _dtype(
+    scope: Scope, given: Sequence[tuple[str, TensorSpec]], made: Constructor, dtype: torch.dtype
+) -> str:
+    """The model's own dtype, read off an input or else off a parameter."""
+    for variable, spec in given:
+        if spec.torch_dtype == dtype:
+            return f"{variable}.dtype"
+    for node in scope.nodes:
+        for used in node.all_input_nodes:
+            tensor = scope.state.get(str(used.target)) if used.op == "get_attr" else None
+            if isinstance(tensor, nn.Parameter) and tensor.dtype == dtype:
+                return f"{path(str(used.target), made.containers)}.dtype"
+        if node.op == "call_module" and LOOP not in node.meta:
+            for name, own in scope.made[str(node.target)].dtypes.items():
+                if own == dtype:
+                    return f"{path(f'{node.target}.{name}', made.containers)}.dtype"
+    return "torch.get_default_dtype()"
+
+
+def _type(value: object) -> str:
+    return "tuple[int, ...]" if isinstance(value, tuple) else type(value).__name__
+
+
+def _result(scope: Scope) -> str:
+    kinds = ", ".join(_kind(scope, value) for value in scope.outputs)
+    return kinds if len(scope.outputs) == 1 else f"tuple[{kinds or '()'}]"
+
+
+def _kind(scope: Scope, value: str) -> str:
+    """The type of a value that goes in or out."""
+    known = value in scope.specs or value in scope.inputs
+    return ("Tensor" if known else "tuple[Tensor, ...]") + " | None" * (value in scope.modes)

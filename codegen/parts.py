@@ -1,0 +1,251 @@
+"""Parts of the graph, each the ops of one call of a module, compared by structure.
+
+Two parts have the same key if they differ in nothing but numbers and in which values they are
+given. Those places are the part's slots.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from fxpipe.codegen.loops import LOOP, Loop
+from fxpipe.codegen.made import Made, Written, is_number
+from fxpipe.interpret import MODE
+from fxpipe.regions import PLAIN, REGION, Region
+
+Substitute = Callable[["Slot"], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A number, or a value from outside, that a part uses, and where.
+
+    `module` is the path of the module that takes the number, from the part's on; `name` what the
+    number is called there, as far as known; `within` whether it stands in `forward` rather than in
+    a constructor; `node` the op that reads it.
+    """
+
+    content: Any
+    module: str
+    name: str
+    within: bool
+    node: fx.Node | None = None
+
+    @property
+    def is_value(self) -> bool:
+        """Whether it is a value from outside."""
+        return isinstance(self.content, fx.Node)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of the model: its state, sizes as text, and how each called module is made."""
+
+    state: Mapping[str, Tensor]
+    saved: frozenset[str]
+    literals: Mapping[str, str]
+    made: Mapping[str, Made]
+
+
+@dataclass(slots=True)
+class Part:
+    """Ops of one call of the module at `path`; `outputs` are those whose values others read.
+
+    `mode` and `region` are those of the whole call, None if its ops differ in them.
+    """
+
+    path: str
+    nodes: Sequence[fx.Node]
+    outputs: frozenset[int]
+    mode: bool | None
+    region: Region | None
+    key: tuple[Any, ...] = ()
+    slots: list[Slot] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedOp:
+    """One op of a part with its slots filled."""
+
+    node: fx.Node
+    target: Any
+    args: Any
+    kwargs: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A part with its slots filled.
+
+    Modules and tensors are named from the part's module on. `texts` are those of the sizes that
+    its ops read, as they were.
+    """
+
+    ops: Sequence[OpenedOp]
+    made: Mapping[str, Made]
+    loops: Mapping[fx.Node, Loop]
+    shapes: Mapping[str, tuple[Any, ...]]
+    texts: Sequence[str]
+    key: tuple[Any, ...]
+
+
+class OutsideError(Exception):
+    """The part calls a module or reads a tensor in a way that no class of its own could."""
+
+
+def find_slots(part: Part, facts: Facts) -> None:
+    """Set the key and the slots of `part`. Raises OutsideError."""
+
+    def note(slot: Slot) -> Any:
+        part.slots.append(slot)
+        return slot.content
+
+    part.key = open_part(part, facts, note).key
+
+
+def open_part(part: Part, facts: Facts, fill: Substitute) -> Opened:
+    """`part` with each slot as `fill` has it, asked in their order. Raises OutsideError."""
+    return _Opening(part, facts, fill).run()
+
+
+class _Opening:
+    def __init__(self, part: Part, facts: Facts, fill: Substitute) -> None:
+        self.part, self.facts, self.fill = part, facts, fill
+        self.places = {node: place for place, node in enumerate(part.nodes)}
+        self.prefix = f"{part.path}."
+        self.made: dict[str, Made] = {}
+        self.loops: dict[fx.Node, Loop] = {}
+        self.shapes: dict[str, tuple[Any, ...]] = {}
+        self.texts: list[str] = []
+        self.key: list[Any] = []
+
+    def run(self) -> Opened:
+        ops = [self._op(node) for node in self.part.nodes]
+        return Opened(ops, self.made, self.loops, self.shapes, self.texts, tuple(self.key))
+
+    def _op(self, node: fx.Node) -> OpenedOp:
+        target: Any = node.target
+        if node.op == "call_module":
+            target = self._module(str(node.target), node)
+        names = _argument_names(node)
+        skeleton: list[str] = []
+        args = tuple(
+            self._argument(arg, name, node, skeleton)
+            for arg, name in zip(node.args, names, strict=False)
+        )
+        kwargs = {
+            name: self._argument(arg, name, node, skeleton) for name, arg in node.kwargs.items()
+        }
+        mode, region = node.meta.get(MODE), node.meta.get(REGION, PLAIN)
+        self.key.append(
+            (
+                node.op,
+                target if isinstance(target, str) else id(target),
+                None if mode == self.part.mode else mode,
+                None if region == self.part.region else region,
+                tuple(skeleton),
+            )
+        )
+        return OpenedOp(node, target, args, kwargs)
+
+    def _module(self, path: str, node: fx.Node) -> str:
+        """The module that an op calls, by its path from here; it is filled once."""
+        relative = self._relative(path)
+        loop: Loop | None = node.meta.get(LOOP)
+        if loop is None:
+            self._fill(relative, self.facts.made[path])
+            return relative
+        names = [f"{relative}.{number}" for number in loop.numbers]
+        if loop.uniform and not set(names) & self.made.keys():
+            one = self._fill(names[0], loop.made[0])
+            self.made.update(dict.fromkeys(names, one))
+            last = relative.rpartition(".")[2]
+            count = self.fill(Slot(loop.count, relative, f"num_{last}", False))
+            filled = Loop(loop.numbers, (one,) * len(names), loop.carried, count)
+        else:
+            made = tuple(map(self._fill, names, loop.made))
+            self.key.append(len(names))
+            filled = Loop(loop.numbers, made, loop.carried, loop.count)
+        self.loops[node] = filled
+        self.key.append((relative, loop.carried, loop.numbers[0]))
+        return relative
+
+    def _fill(self, name: str, made: Made) -> Made:
+        if name not in self.made:
+            self.key.append((name, made.key()))
+            self.made[name] = made.mapped(
+                lambda value, argument: self.fill(Slot(value, name, argument, False))
+            )
+        return self.made[name]
+
+    def _relative(self, path: str) -> str:
+        if not path.startswith(self.prefix):
+            raise OutsideError
+        return path.removeprefix(self.prefix)
+
+    def _argument(self, value: Any, name: str, node: fx.Node, skeleton: list[str]) -> Any:
+        def leaf(one: Any) -> Any:
+            if isinstance(one, fx.Node):
+                return self._value(one, name, node, skeleton)
+            if is_number(one):
+                skeleton.append(type(one).__name__)
+                return self.fill(Slot(one, "", name, True, node))
+            skeleton.append(f"{type(one).__name__} {one!r}")
+            return one
+
+        opened = fx.node.map_aggregate(value, leaf)
+        skeleton.append(str(fx.node.map_aggregate(value, lambda _: 0)))
+        return opened
+
+    def _value(self, used: fx.Node, name: str, node: fx.Node, skeleton: list[str]) -> Any:
+        if used in self.places:
+            skeleton.append(f"op {self.places[used]}")
+            return used
+        if used.name in self.facts.literals:
+            return self._text(self.facts.literals[used.name], name, node, skeleton)
+        target = str(used.target)
+        if used.op == "get_attr" and target.startswith(self.prefix):
+            return self._state(target, used, skeleton)
+        skeleton.append("value")
+        return self.fill(Slot(used, "", name, True, node))
+
+    def _text(self, text: str, name: str, node: fx.Node, skeleton: list[str]) -> Written:
+        """A size's text, the numbers in which are slots."""
+        self.texts.append(text)
+        parts = re.split(r"(?<![\w.])(\d+(?:\.\d+)?(?:e-?\d+)?)(?![\w.])", text)
+        skeleton.append("#".join(parts[::2]))
+        for place in range(1, len(parts), 2):
+            number = float(parts[place]) if "." in parts[place] else int(parts[place])
+            filled = self.fill(Slot(number, "", name, True, node))
+            parts[place] = repr(filled) if filled is not number else parts[place]
+        return Written("".join(parts))
+
+    def _state(self, name: str, used: fx.Node, skeleton: list[str]) -> fx.Node:
+        tensor = self.facts.state[name]
+        relative = self._relative(name)
+        skeleton.append(relative)
+        if relative not in self.shapes:
+            trained = isinstance(tensor, nn.Parameter)
+            saved = name in self.facts.saved
+            facts = (relative, trained, saved, tensor.requires_grad, tensor.dtype, tensor.dim())
+            self.key.append(facts)
+            module, _, last = relative.rpartition(".")
+            self.shapes[relative] = tuple(
+                self.fill(Slot(size, module, f"{last}_size_{k}", False))
+                for k, size in enumerate(tensor.shape)
+            )
+        return used
+
+
+def _argument_names(node: fx.Node) -> list[str]:
+    """What the positional arguments of an op are called, as far as the function tells."""
+    if node.op == "call_function":
+        try:
+            return [*inspect.signature(node.target).parameters, *[""] * len(node.args)]  # type: ignore[arg-type]
+        except (ValueError, TypeError):
+            pass
+    return [""] * len(node.args)

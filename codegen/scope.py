@@ -1,0 +1,37 @@
+"""What a class of the package is written from, be it a stage or a repeated module."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxpipe.codegen.made import Made
+from fxpipe.runtime.manifest import Mode, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Ops with their inputs and outputs (names of values), and what they use of the model.
+
+    `made` are the modules that they call and `state` the tensors that they read, by name from here
+    on; `shapes` the shapes of those tensors, as code where they differ between instances; `saved`
+    those that a state_dict has. `literals` are nodes that are text, `texts` what is read of them.
+    `specs` are those of values, as far as they are the same in all instances. `settings` are
+    arguments of the constructor, each with a value that it has. `modes` has those inputs and
+    outputs that are there in one mode only.
+    """
+
+    path: str
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    made: Mapping[str, Made]
+    state: Mapping[str, Tensor]
+    shapes: Mapping[str, tuple[Any, ...]]
+    saved: frozenset[str]
+    literals: Mapping[str, str]
+    texts: tuple[str, ...]
+    specs: Mapping[str, TensorSpec]
+    modes: Mapping[str, Mode]
+    settings: Mapping[str, Any]
