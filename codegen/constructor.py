@@ -12,6 +12,7 @@ from fxpipe.codegen.made import Made, Written, is_number
 from fxpipe.codegen.names import Containers, assignment, child, path
 from fxpipe.codegen.scope import Scope
 from fxpipe.ir import Capture
+from fxpipe.memory import is_fake
 
 
 @dataclass(slots=True)
@@ -208,7 +209,14 @@ def _comprehension(made: Sequence[Made], count: Any, start: int) -> list[str] | 
 
 
 def _initial(tensor: Tensor, sizes: Sequence[Any]) -> str:
-    """Values like those the model began with: all equal, or normal with their deviation."""
+    """Values like those the model began with: all equal, or normal with their deviation.
+
+    Where those are not known: a vector is a norm's scale most often, anything else is a weight.
+    """
+    if is_fake(tensor) and tensor.dim() == 1:
+        return _filled("ones", tensor, sizes)
+    if is_fake(tensor):
+        return f"{_filled('randn', tensor, sizes)} * 0.02"
     flat = tensor.detach().flatten()
     if flat.numel() == 0 or not tensor.is_floating_point():
         return _filled("zeros", tensor, sizes)

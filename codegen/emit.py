@@ -15,6 +15,7 @@ import fxpipe
 from fxpipe.codegen.blocks import roll
 from fxpipe.codegen.stage_file import StageFile, blocks_file, stage_file
 from fxpipe.ir import Capture, PackageFiles, Plan, Profile, StageWiring, Wiring
+from fxpipe.memory import is_fake
 from fxpipe.runtime.manifest import (
     FORMAT,
     EstimateSpec,
@@ -83,14 +84,17 @@ def _formatted(files: dict[str, str]) -> dict[str, str]:
 
 
 def _buffers(capture: Capture, made: Sequence[StageFile]) -> dict[str, Tensor]:
-    """Values that no constructor makes: of buffers and constants outside stock modules."""
+    """Values that no constructor makes: of buffers and constants outside stock modules.
+
+    A buffer without memory has none: its values come with the state_dict.
+    """
     stock = {
         f"{path}.{name}"
         for path, module in capture.modules.items()
         for name, _ in module.named_buffers()
     }
-    held = _held_buffers(capture, made)
-    return {name: capture.state[name].detach().clone() for name in sorted(held - stock)}
+    kept = {name: capture.state[name] for name in sorted(_held_buffers(capture, made) - stock)}
+    return {name: t.detach().clone() for name, t in kept.items() if not is_fake(t)}
 
 
 def _held_buffers(capture: Capture, made: Sequence[StageFile]) -> set[str]:

@@ -15,11 +15,12 @@ from fxpipe import errors
 
 if TYPE_CHECKING:
     from fxpipe.compiler import compile
+    from fxpipe.memory import without_memory
     from fxpipe.package import Package
     from fxpipe.runtime import Pipeline, Runner, load
 
 __version__ = "0.1.0"
-__all__ = ["Package", "Pipeline", "Runner", "compile", "errors", "load"]
+__all__ = ["Package", "Pipeline", "Runner", "compile", "errors", "load", "without_memory"]
 
 _HOMES = {
     "compile": "fxpipe.compiler",
@@ -27,6 +28,7 @@ _HOMES = {
     "load": "fxpipe.runtime",
     "Pipeline": "fxpipe.runtime",
     "Runner": "fxpipe.runtime",
+    "without_memory": "fxpipe.memory",
 }
 
 

@@ -85,7 +85,12 @@ def compile_command(
     ] = CheckpointName.NEVER,
     solver: Annotated[SolverName, typer.Option(help="How cuts are found.")] = SolverName.DP,
     profile: Annotated[
-        Path | None, typer.Option(help="Take the times of ops from this file.")
+        str | None,
+        typer.Option(
+            metavar="FILE|analytic:DEVICE",
+            help="Take the times of ops from this file, or work them out for a device such as "
+            "analytic:h100: then the model is built without memory.",
+        ),
     ] = None,
     save_profile: Annotated[
         Path | None, typer.Option(help="Write the measured times of ops to this file.")
@@ -109,7 +114,7 @@ def compile_command(
         from fxpipe import target as targets
         from fxpipe.compiler import compile as compile_model
         from fxpipe.edits import Edits, refuse_loss
-        from fxpipe.profile_file import load_profile
+        from fxpipe.profile_file import costs_of, is_analytic
         from fxpipe.profile_file import save_profile as write_profile
         from fxpipe.progress import Progress
         from fxpipe.runtime.stream import parse_devices
@@ -117,9 +122,13 @@ def compile_command(
         refuse_loss(out)  # before the work rather than after it
         used = [str(device) for device in parse_devices(devices)]
         loaded = targets.load(target)
-        saved = None if profile is None else load_profile(profile)
+        costs = None if profile is None else costs_of(profile)
         inputs = loaded.inputs(batch)
-        model = loaded.build()
+        if is_analytic(costs):
+            _say(f"building without memory, since costs are {profile}: no numbers are compared")
+            model = loaded.build_without_memory()
+        else:
+            model = loaded.build()
         with Progress() as progress, loaded.running(f"{type(model).__name__}.forward"):
             _say(report.choice_text(devices, used, torch.cuda.device_count()))
             package = compile_model(
@@ -131,7 +140,7 @@ def compile_command(
                 schedule=schedule.value,
                 checkpoint=checkpoint.value,
                 solver=solver.value,
-                profile=saved,
+                profile=costs,
                 progress=progress,
             )
         if save_profile is not None:

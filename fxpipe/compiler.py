@@ -10,9 +10,12 @@ from torch import nn
 from fxpipe.capture import capture as capture_model
 from fxpipe.capture import flat_inputs
 from fxpipe.codegen.emit import emit
+from fxpipe.devices import device_named
 from fxpipe.errors import InputError
 from fxpipe.ir import Capture, CheckpointMode, Profile
+from fxpipe.memory import lacks_memory
 from fxpipe.package import Package
+from fxpipe.passes.analytic import analytic
 from fxpipe.passes.linearize import linearize
 from fxpipe.passes.partition import partition
 from fxpipe.passes.portals import wire
@@ -30,7 +33,7 @@ def compile(
     schedule: str = "1f1b",
     checkpoint: str = "never",
     solver: str = "dp",
-    profile: Profile | None = None,
+    profile: Profile | str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Package:
     """Compile `model`, called as `model(*args, **kwargs)`, into a pipeline of one stage a device.
@@ -38,20 +41,25 @@ def compile(
     `args` and `kwargs` hold one whole batch (dimension 0), which is cut into `microbatches`.
     `devices` is a count, a list, or text such as `"cuda:0,cuda:1"` and `"cpu*4"`. `schedule` is
     gpipe or 1f1b, `checkpoint` never, except_last or always, `solver` dp, beam or cpsat. A given
-    `profile` must be of the same model and micro-batch. `progress` is told each pass as it starts.
+    `profile` must be of the same model and micro-batch; text such as `analytic:h100` has it worked
+    out for that device, and a model built `without_memory()` needs that. `progress` is told each
+    pass as it starts.
 
     The model is left as it was. Raises an FxpipeError for whatever can't be done.
     """
     lanes = parse_devices(devices)
+    _check_costs(model, profile)
     line = _Line(progress)
     with line("capture"):
         captured = capture_model(model, args, kwargs or {})
     with line("profile"):
+        inputs = flat_inputs(model, args, kwargs or {})
         if profile is None:
-            inputs = flat_inputs(model, args, kwargs or {})
             profile = profile_ops(
                 captured, model, inputs, n_microbatches=microbatches, devices=lanes
             )
+        elif isinstance(profile, str):
+            profile = analytic(captured, model, inputs, n_microbatches=microbatches, device=profile)
         _check_profile(profile, captured, microbatches)
     with line("linearize"):
         chain = linearize(captured, profile)
@@ -71,6 +79,16 @@ def compile(
     with line("emit"):
         manifest, files = emit(captured, profile, plan, wiring, devices=tuple(map(str, lanes)))
     return Package(manifest, captured, profile, chain, plan, wiring, files, line.seconds)
+
+
+def _check_costs(model: nn.Module, profile: Profile | str | None) -> None:
+    if isinstance(profile, str):
+        device_named(profile)  # before the work rather than after it
+    elif profile is None and lacks_memory(model):
+        raise InputError(
+            f"{type(model).__name__} was built without memory, so that nothing can be measured: "
+            "compile it with profile='analytic:h100' or another device's"
+        )
 
 
 def _check_profile(profile: Profile, capture: Capture, microbatches: int) -> None:

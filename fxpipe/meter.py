@@ -1,12 +1,13 @@
-"""Measures one op: how long it takes forward and backward, and what its backward keeps.
+"""What one op costs: how long it takes forward and backward, and what its backward keeps.
 
-Ops with the same signature are measured once. Backward is measured by itself, not guessed from
-forward by one ratio for all ops (Pfeife, ICML 2025, does the latter).
+Ops with the same signature are run once. Backward is timed by itself, not guessed from forward by
+one ratio for all ops (Pfeife, ICML 2025, does the latter).
 """
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,12 +15,68 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fxpipe.errors import InputError
 from fxpipe.interpret import Compute
 from fxpipe.ir import Capture, OpCost
+from fxpipe.memory import storage_of
 from fxpipe.runtime.stream import synchronize
+
+# Milliseconds of `run(given())`, but for what `given` takes.
+Clock = Callable[[Callable[[Any], object], Callable[[], Any]], float]
 
 _REPEATS = 5
 _ENOUGH_MS = 50.0  # an op that took this long in all is known well enough
+
+
+@contextmanager
+def first_microbatch(
+    capture: Capture, inputs: Sequence[Tensor], n_microbatches: int
+) -> Iterator[list[Tensor]]:
+    """The largest micro-batch of `inputs`. A model that fails on it, inside, is an InputError.
+
+    So are more micro-batches than rows.
+    """
+    batched = [given.batched for given in capture.inputs]
+    rows = len(inputs[batched.index(True)])
+    if rows < n_microbatches:
+        raise InputError(
+            f"a batch of {rows} can't be cut into {n_microbatches} micro-batches: "
+            f"use at most {rows} micro-batches or a larger batch"
+        )
+    given = [
+        (tensor.tensor_split(n_microbatches)[0] if is_batched else tensor).detach()
+        for tensor, is_batched in zip(inputs, batched, strict=True)
+    ]
+    try:
+        yield given
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"{capture.model_name} fails on a micro-batch of {rows // n_microbatches} rows, though "
+            f"not on the whole batch of {rows}: use fewer micro-batches or a larger batch\n"
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+class StopWatch:
+    """A clock that measures: the median of a few runs on `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self, run: Callable[[Any], object], given: Callable[[], Any]) -> float:
+        """Run until the time is known well enough."""
+        times: list[float] = []
+        while len(times) < _REPEATS and sum(times) < _ENOUGH_MS:
+            values = given()
+            start = self._now()
+            run(values)
+            times.append(self._now() - start)
+        return statistics.median(times[1:] or times)
+
+    def _now(self) -> float:
+        """Milliseconds, once the device has done all it was given."""
+        synchronize(self._device)
+        return 1e3 * time.perf_counter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +94,20 @@ class _Measured:
 
 
 class Meter:
-    """A hook for `run_graph` that fills `costs`."""
+    """A hook for `run_graph` that fills `costs`, with the times that `clock` tells.
 
-    def __init__(self, capture: Capture, device: torch.device) -> None:
+    `engine_ms` is what a backward takes besides the op's own.
+    """
+
+    def __init__(
+        self, capture: Capture, device: torch.device, clock: Clock, engine_ms: float = 0.0
+    ) -> None:
         self.costs: dict[str, OpCost] = {}
         self._capture = capture
         self._device = device
+        self._clock = clock
+        self._engine_ms = engine_ms
         self._known: dict[str, _Measured] = {}
-        tiny = torch.ones(1, device=device, requires_grad=True)
-        self._engine_ms = self._backward_ms(tiny + 0, [tiny])
 
     def __call__(
         self, node: fx.Node, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -98,20 +160,17 @@ class Meter:
             leaf = value.detach().requires_grad_(trained[id(value)])
             return leaf.clone() if writes else leaf
 
-        times: list[float] = []
-        while len(times) < _REPEATS and sum(times) < _ENOUGH_MS:
-            given = tree_map(fresh, (args, kwargs))
-            start = self._now()
-            compute(*given)
-            times.append(self._now() - start)
+        forward_ms = self._clock(
+            lambda given: compute(*given), lambda: tree_map(fresh, (args, kwargs))
+        )
         given = tree_map(fresh, (args, kwargs))
         packed: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(_into(packed), _same):
             result = compute(*given)
         leaves = _tensors(given) + self._parameters(node)
         return _Measured(
-            forward_ms=statistics.median(times[1:] or times),
-            backward_ms=max(0.0, self._backward_ms(result, leaves) - self._engine_ms),
+            forward_ms=forward_ms,
+            backward_ms=max(0.0, backward_ms(self._clock, result, leaves) - self._engine_ms),
             saved=_saved(packed, _tensors(given), _tensors(result), self._parameters(node)),
             result_bytes=sum(tensor.nbytes for tensor in _tensors(result)),
         )
@@ -122,24 +181,18 @@ class Meter:
         module = self._capture.modules[str(node.target)]
         return [*module.parameters(), *module.buffers()]
 
-    def _backward_ms(self, result: Any, leaves: Sequence[Tensor]) -> float:
-        """Milliseconds from the results' gradients to those of `leaves`."""
-        made = [tensor for tensor in _tensors(result) if tensor.requires_grad]
-        wanted = [tensor for tensor in leaves if tensor.requires_grad]
-        if not made or not wanted:
-            return 0.0
-        gradients = [torch.ones_like(tensor) for tensor in made]
-        times: list[float] = []
-        while len(times) < _REPEATS and sum(times) < _ENOUGH_MS:
-            start = self._now()
-            torch.autograd.grad(made, wanted, gradients, retain_graph=True, allow_unused=True)
-            times.append(self._now() - start)
-        return statistics.median(times[1:] or times)
 
-    def _now(self) -> float:
-        """Milliseconds, once the device has done all it was given."""
-        synchronize(self._device)
-        return 1e3 * time.perf_counter()
+def backward_ms(clock: Clock, result: Any, leaves: Sequence[Tensor]) -> float:
+    """Milliseconds from the results' gradients to those of `leaves`."""
+    made = [tensor for tensor in _tensors(result) if tensor.requires_grad]
+    wanted = [tensor for tensor in leaves if tensor.requires_grad]
+    if not made or not wanted:
+        return 0.0
+
+    def run(gradients: Sequence[Tensor]) -> None:
+        torch.autograd.grad(made, wanted, gradients, retain_graph=True, allow_unused=True)
+
+    return clock(run, lambda: [torch.ones_like(tensor) for tensor in made])
 
 
 def _given(node: fx.Node) -> list[tuple[fx.Node, bool]]:
@@ -191,13 +244,9 @@ def _saved(
     parameters: Sequence[Tensor],
 ) -> tuple[tuple[int | Literal["result"] | None, int], ...]:
     """Each storage among `packed` once: whose it is and its bytes; parameters are left out."""
-    places: dict[int, int | Literal["result"]] = {_address(t): "result" for t in result}
-    places.update({_address(tensor): place for place, tensor in enumerate(given)})
-    storages = {_address(t): t.untyped_storage().nbytes() for t in packed}
+    places: dict[int, int | Literal["result"]] = {storage_of(t): "result" for t in result}
+    places.update({storage_of(tensor): place for place, tensor in enumerate(given)})
+    storages = {storage_of(t): t.untyped_storage().nbytes() for t in packed}
     for tensor in parameters:
-        storages.pop(_address(tensor), None)
+        storages.pop(storage_of(tensor), None)
     return tuple((places.get(address), n_bytes) for address, n_bytes in storages.items())
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -6,8 +6,25 @@ import math
 from pathlib import Path
 from typing import Any
 
+from fxpipe.devices import PREFIX, device_named
 from fxpipe.errors import InputError
 from fxpipe.ir import Link, OpCost, Profile
+
+
+def costs_of(text: str) -> Profile | str:
+    """What `--profile` says: a device such as `analytic:h100` as it is, or what a file holds.
+
+    Raises DeviceError for a device that is not known, InputError for a file that is no profile.
+    """
+    if text.startswith(PREFIX):
+        device_named(text)
+        return text
+    return load_profile(text)
+
+
+def is_analytic(costs: Profile | str | None) -> bool:
+    """Whether costs are, or have been, worked out, so that no model has to run."""
+    return isinstance(costs, str) or (costs is not None and costs.origin.startswith(PREFIX))
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:

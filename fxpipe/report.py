@@ -144,10 +144,16 @@ def _step(manifest: Manifest) -> str:
         f"[bold]predicted step {ms_text(estimate.step_ms)}, bubble {estimate.bubble:.0%}[/bold]; "
         f"solver {manifest.solver}{gap}\n"
         f"times {escape(manifest.profile)}; "
-        f"graph equal to the model in {escape(manifest.checked)}\n"
+        f"graph {escape(_checked(manifest.checked))}\n"
         "[dim]forward, backward and bytes are of one micro-batch; peak memory is the device's "
         "over a step[/dim]"
     )
+
+
+def _checked(checked: str) -> str:
+    if checked == "nothing":
+        return "not compared with the model, which was built without memory"
+    return f"equal to the model in {checked}"
 
 
 def passes_text(package: "Package") -> str:
@@ -159,7 +165,7 @@ def passes_text(package: "Package") -> str:
     bound = "" if plan.bound_ms is None else f", bound {ms_text(plan.bound_ms)}"
     lines = {
         "capture": f"{len(capture.ops)} ops, {len(capture.state)} tensors of state, "
-        f"equal to the model in {capture.checked}",
+        f"{_checked(capture.checked)}",
         "profile": f"{len(profile.costs)} ops {profile.origin} on {profile.device}, "
         f"{profile.batch} rows",
         "linearize": f"{len(chain.blocks)} blocks, {sum(chain.cuttable)} places to cut, "

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import FxpipeError, TargetError
+from fxpipe.memory import without_memory
 
 _FXPIPE = Path(__file__).resolve().parent
 _BUILD_SEED, _INPUTS_SEED, _TARGETS_SEED = 0, 1, 2
@@ -60,6 +61,21 @@ class Target:
                 f"not {_described(model)}"
             )
         return model
+
+    def build_without_memory(self) -> nn.Module:
+        """The model with parameters that have no values. Raises TargetError, also if it reads any.
+
+        See `fxpipe.memory.without_memory`.
+        """
+        try:
+            with without_memory():
+                return self.build()
+        except (RuntimeError, NotImplementedError) as error:
+            raise TargetError(
+                f"{_name(self.factory)}() in {self.file} can't be run without memory: {error}\n"
+                "It may not read the values of parameters. With measured costs (no --profile "
+                "analytic:...) the model is built as usual."
+            ) from error
 
     def inputs(self, batch: int) -> Inputs:
         """Arguments for a batch of `batch` rows. Raises TargetError."""

@@ -84,7 +84,7 @@ def verify(
     note("step(): gradients", _gradients(pipe), gradients)
     note("step(): buffers", _buffers(pipe), buffers)
 
-    modes = (True,) if pipe.manifest.checked == "train" else (True, False)
+    modes = (True, False) if pipe.manifest.has_eval else (True,)
     apart = {training: unmergeable(pipe.manifest, training) for training in modes}
     if apart[True] is None:
         reset(pipe, training=True)

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import InputError
 from fxpipe.interpret import DTYPE, TRAINING, run_graph, untouched
 from fxpipe.ir import Capture, OpCost, Profile
 from fxpipe.machine import capacity_bytes, measure_link
-from fxpipe.meter import Meter
+from fxpipe.meter import Meter, StopWatch, backward_ms, first_microbatch
 from fxpipe.runtime.stream import threads_per_lane
 
 _REPEATS = 5
@@ -37,32 +36,19 @@ def profile(
     Times are those of `devices[0]`, with the threads that one lane has. Raises InputError if there
     are more micro-batches than rows, or if the model does not take so few.
     """
-    batched = [given.batched for given in capture.inputs]
-    rows = len(inputs[batched.index(True)])
-    if rows < n_microbatches:
-        raise InputError(
-            f"a batch of {rows} can't be cut into {n_microbatches} micro-batches: "
-            f"use at most {rows} micro-batches or a larger batch"
-        )
     device = devices[0]
-    given = [
-        (tensor.tensor_split(n_microbatches)[0] if is_batched else tensor).detach().to(device)
-        for tensor, is_batched in zip(inputs, batched, strict=True)
-    ]
     threads = torch.get_num_threads()
     torch.set_num_threads(threads_per_lane(devices))
     try:
-        with untouched(model, capture.state):
+        with (
+            first_microbatch(capture, inputs, n_microbatches) as microbatch,
+            untouched(model, capture.state),
+        ):
+            given = [tensor.to(device) for tensor in microbatch]
             model.train()
             costs = _measure(capture, given, device)
             if device.type == "cpu":  # elsewhere the whole model may not fit
                 costs = _scaled(costs, *_whole_ms(capture, model, given))
-    except (RuntimeError, ValueError) as error:
-        raise InputError(
-            f"{capture.model_name} fails on a micro-batch of {rows // n_microbatches} rows, though "
-            f"not on the whole batch of {rows}: use fewer micro-batches or a larger batch\n"
-            f"{type(error).__name__}: {error}"
-        ) from error
     finally:
         torch.set_num_threads(threads)
     return Profile(
@@ -70,13 +56,15 @@ def profile(
         link=measure_link(devices),
         device=str(device),
         capacity_bytes=capacity_bytes(devices),
-        batch=-(-rows // n_microbatches),
+        batch=-(-capture.batch // n_microbatches),
         fingerprint=capture.fingerprint,
     )
 
 
 def _measure(capture: Capture, given: Sequence[Tensor], device: torch.device) -> dict[str, OpCost]:
-    meter = Meter(capture, device)
+    clock = StopWatch(device)
+    tiny = torch.ones(1, device=device, requires_grad=True)
+    meter = Meter(capture, device, clock, engine_ms=backward_ms(clock, tiny + 0, [tiny]))
     attributes = {**capture.state, TRAINING: True, DTYPE: capture.dtype}
     state, modules = _Moved(attributes, device), _Moved(capture.modules, device)
     run_graph(capture.graph, modules, state, [tensor.clone() for tensor in given], meter)

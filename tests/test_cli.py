@@ -289,6 +289,28 @@ def test_profile_of_another_model():
     assert "profile.json" in refused("compile", other, *options)
 
 
+def test_analytic_costs_build_without_memory_and_say_so():
+    done = compiled_into("out", "--profile", "analytic:h100")
+    assert done.exit_code == 0, done.output
+    assert "building without memory" in done.stderr
+    assert "times analytic:h100; graph equal to the model in train and eval, by" in done.stdout
+    assert run("verify", "out", "net.py").exit_code == 0
+
+
+def test_analytic_profile_of_an_unknown_device():
+    message = refused(
+        "compile", write(), "--devices", "2", "-o", "out", "--profile", "analytic:abacus"
+    )
+    assert "no analytic profile 'analytic:abacus'" in message
+    assert "analytic:h100" in message
+
+
+def test_saved_analytic_profile_gives_the_same_package_again():
+    compiled_into("one", "--profile", "analytic:a100", "--save-profile", "costs.json")
+    compiled_into("two", "--profile", "costs.json")
+    assert files("one") == files("two")
+
+
 def test_wrong_use_is_told_by_the_parser():
     assert run("compile", write(), "-o", "out").exit_code == 2
     options = ("--devices", 2, "-o", "out")

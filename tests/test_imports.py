@@ -15,10 +15,13 @@ FOLDERS = {"fxpipe": ROOT / "fxpipe", "passes": ROOT / "passes", "codegen": ROOT
 # listed stands at the top, with the command, and may import all.
 BASE = ("fxpipe.errors", "fxpipe.schedule", "fxpipe.runtime", "fxpipe.ir")
 HELPERS = (
+    "fxpipe.devices",
     "fxpipe.interpret",
     "fxpipe.machine",
+    "fxpipe.memory",
     "fxpipe.meter",
     "fxpipe.regions",
+    "fxpipe.roofline",
     "fxpipe.source",
     "fxpipe.specs",
     "fxpipe.stock",
@@ -28,7 +31,10 @@ RULES = {
     "fxpipe.schedule": ("fxpipe.errors",),
     "fxpipe.runtime": ("fxpipe.errors", "fxpipe.schedule", "fxpipe.runtime"),
     "fxpipe.ir": BASE,
-    **dict.fromkeys(HELPERS, (*BASE, "fxpipe.interpret", "fxpipe.regions")),
+    **dict.fromkeys(
+        HELPERS,
+        (*BASE, "fxpipe.devices", "fxpipe.interpret", "fxpipe.memory", "fxpipe.regions"),
+    ),
     "fxpipe.capture": (*BASE, *HELPERS, "fxpipe.capture"),
     "fxpipe.passes": (*BASE, *HELPERS),
     "fxpipe.codegen": (*BASE, *HELPERS, "fxpipe.codegen"),

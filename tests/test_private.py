@@ -10,6 +10,7 @@ import pytest
 
 PRIVATE = {
     "torch._dynamo.functional_export._dynamo_graph_capture_for_export": "capture/dynamo.py",
+    "torch._dynamo.guards.build_guard_function": "capture/dynamo.py",
     "torch._dynamo.trace_rules.is_callable_allowed": "capture/dynamo.py",
     "torch._dynamo.variables.misc.produce_trampoline_autograd_apply": "capture/dynamo.py",
     "torch._dynamo.exc.TorchDynamoException": "capture/dynamo.py",
@@ -17,7 +18,14 @@ PRIVATE = {
     "torch._dynamo.config.allow_rnn": "capture/dynamo.py",
     "torch.fx.experimental.symbolic_shapes.ConstraintViolationError": "capture/dynamo.py",
     "torch.ops.higher_order.tag_activation_checkpoint": "capture/graph.py",
-    "torch.utils._python_dispatch.TorchDispatchMode": "capture/observe.py, runtime/random.py",
+    "torch.utils._python_dispatch.TorchDispatchMode": (
+        "capture/calls.py, capture/observe.py, memory.py, roofline.py, runtime/random.py"
+    ),
+    "torch._subclasses.fake_tensor.FakeTensor": "memory.py",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "memory.py",
+    "torch.nn.modules.module.register_module_parameter_registration_hook": "memory.py",
+    "torch.utils.weak.WeakIdKeyDictionary": "memory.py",
+    "torch.utils.flop_counter.flop_registry": "roofline.py",
     "torch.Tag.nondeterministic_seeded": "capture/observe.py, runtime/random.py",
     "torch.utils._pytree.tree_map": "meter.py",
     "torch.utils._sympy.printers.PythonPrinter": "specs.py",

@@ -1,5 +1,7 @@
 """Capture: the model as one torch-level graph under its own names, checked against the model."""
 
+import contextlib
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.capture.check import Check, refuse_new_buffers
+from fxpipe.capture.calls import CallCheck
+from fxpipe.capture.check import Check, Checked, refuse_new_buffers
 from fxpipe.capture.dtypes import open_dtypes
 from fxpipe.capture.dynamo import FlatModel, dynamo_graph, user_place
 from fxpipe.capture.functions import Functions
@@ -20,6 +23,7 @@ from fxpipe.capture.stock_calls import call_stock_modules
 from fxpipe.errors import InputError
 from fxpipe.interpret import model_dtype, untouched
 from fxpipe.ir import Capture, Input, Op
+from fxpipe.memory import faked, lacks_memory
 from fxpipe.regions import PLAIN, REGION
 from fxpipe.runtime.manifest import TensorSpec
 from fxpipe.runtime.structure import Structure, describe, rebuild
@@ -33,8 +37,10 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
     A tensor whose dimension 0 is as long as the first tensor's is a batch of rows; others go whole
     to each micro-batch. Parameters, buffers, random state and train flags are as before afterwards.
+    A model without memory is captured as well, though no values can be compared.
     Raises InputError if forward does not take the inputs, CaptureError if it can't be captured.
     """
+    memoryless = lacks_memory(model)
     signature, given = bind(model, args, kwargs)
     input_structure, tensors = describe(given)
     batch, batched = batch_of(tensors)
@@ -43,9 +49,15 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     names = model_names(model)
     with untouched(model, names.state):
         model.train()
-        before = dict(model.named_buffers(remove_duplicate=False))
-        outputs = _outputs_by_mode(model, lambda: rebuild(input_structure, copies(tensors)))
-        refuse_new_buffers(model, before)
+        with contextlib.ExitStack() as stack:
+            another = functools.partial(copies, tensors)
+            if memoryless:
+                fake = stack.enter_context(faked(model))
+                stack.enter_context(fake.mode)
+                another = functools.partial(fake.copies, tensors)
+            before = dict(model.named_buffers(remove_duplicate=False))
+            outputs = _outputs_by_mode(model, lambda: rebuild(input_structure, another()))
+            refuse_new_buffers(model, before)
         flat = FlatModel(model, input_structure, outputs)
         inputs = input_names(input_structure)
         functions = Functions()
@@ -53,8 +65,13 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         def trace(
             flat: FlatModel, tensors: Sequence[Tensor]
         ) -> tuple[fx.Graph, dict[str, nn.Module]]:
-            own_names = names if flat.model is model else model_names(flat.model)
-            graph = own_graph(dynamo_graph(flat, tensors, batched), own_names, inputs, functions)
+            with faked(flat) if memoryless else contextlib.nullcontext():
+                own = flat.model is model and not memoryless
+                own_names = names if own else model_names(flat.model)
+                found = dynamo_graph(flat, tensors, batched)
+                graph = own_graph(found, own_names, inputs, functions)
+            if flat.model is model:
+                names.add_constants_of(own_names)
             return graph, call_stock_modules(graph, flat.model)
 
         graph, modules = trace(flat, tensors)
@@ -63,10 +80,11 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             more, outputs = merge_modes(graph, flat, tensors, trace)
             modules.update(more)
     one_more = with_rows(tensors, batched, [*range(max(batch, 2)), 0])
-    check = Check(flat, graph, modules, names.state, one_more, outputs)
+    kind = CallCheck if memoryless else Check
+    check = kind(flat, graph, modules, names.state, one_more, outputs)
     found = check.run()
     if "eval" not in flat.outputs and (
-        not found.identical_in_eval or depends_on_mode(graph, found.ops)
+        not found.identical_in_eval or (not memoryless and depends_on_mode(graph, found.ops))
     ):
         with untouched(model, names.state):
             modules.update(merge_modes(graph, flat, tensors, trace)[0])
@@ -98,8 +116,15 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         dtype=model_dtype(model),
         batch=batch,
         fingerprint=_fingerprint(graph, specs),
-        checked="train and eval" if evaluates else "train",
+        checked=_checked(found, evaluates, memoryless),
     )
+
+
+def _checked(found: Checked, evaluates: bool, memoryless: bool) -> str:
+    if not found.agrees_in_train:
+        return "nothing"
+    modes = "train and eval" if evaluates else "train"
+    return f"{modes}, by the calls of torch alone" if memoryless else modes
 
 
 def _outputs_by_mode(model: nn.Module, given: Callable[[], dict[str, Any]]) -> Structure:

@@ -32,9 +32,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What the ops do, and whether graph and model agree in eval mode too, to the last bit."""
+    """What the ops do, and in which modes graph and model agree; in eval mode to the last bit?"""
 
     ops: dict[str, Op]
+    agrees_in_train: bool
     agrees_in_eval: bool
     identical_in_eval: bool
 
@@ -79,7 +80,8 @@ class Check:
                 torch.equal(tensor, found.outputs[name])
                 for name, tensor in expected.outputs.items()
             )
-        return Checked(merge_ops(self.graph, training.ops, evaluation.ops), agrees, identical)
+        ops = merge_ops(self.graph, training.ops, evaluation.ops)
+        return Checked(ops, True, agrees, identical)
 
     def _plain(self, training: bool) -> Result:
         return observe_run(lambda: self.flat(*copies(self.inputs)), self.flat, self.state, training)

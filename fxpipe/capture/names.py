@@ -41,6 +41,11 @@ class ModelNames:
         self.state[name] = tensor
         self.tensors[id(tensor)] = [name]
 
+    def add_constants_of(self, other: "ModelNames") -> None:
+        """Take over what tracing made, where it knew the same model by names of its own."""
+        for name in other.state.keys() - self.state.keys():
+            self.add_constant(name, other.state[name])
+
     @property
     def aliases(self) -> dict[str, str]:
         """Each further name of a tensor to its first."""

@@ -1,6 +1,6 @@
 """What ops do that a graph does not say: memory they share, values they write, random numbers.
 
-Seen on real data, so that no list of op names has to be complete.
+Seen as it runs, so that no list of op names has to be complete.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxpipe.interpret import MODE, Compute, by_mode
 from fxpipe.ir import Op
+from fxpipe.memory import is_fake, storage_of
 from fxpipe.runtime.manifest import Mode
 
 _MODES: Mapping[bool | None, Mode] = {None: "both", True: "train", False: "eval"}
@@ -25,9 +26,9 @@ class Observer:
     def __init__(self, modules: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> None:
         self.ops: dict[str, Op] = {}
         self._modules = modules
-        self._owner = {_address(tensor): name for name, tensor in reversed(list(state.items()))}
+        self._owner = {storage_of(tensor): name for name, tensor in reversed(list(state.items()))}
         self._buffers = {
-            _address(tensor): tensor
+            storage_of(tensor): tensor
             for tensor in state.values()
             if not isinstance(tensor, nn.Parameter)
         }
@@ -39,22 +40,23 @@ class Observer:
         """Compute the op and note what it did."""
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         for tensor in given:  # an input of the graph is met here first
-            self._owner.setdefault(_address(tensor), self._argument_name(node, tensor, args))
+            self._owner.setdefault(storage_of(tensor), self._argument_name(node, tensor, args))
         watched = list(self._watched(node, given))
-        with _RandomWatch() as watch:
+        with _Watch() as watch:
             result = compute(args, kwargs)
         written = [name for name, changed in watched if changed()]
+        written += [self._owner[s] for s in watch.statistics if s in self._owner]
         storage = node.name
         if isinstance(result, Tensor):
-            storage = self._owner.setdefault(_address(result), node.name)
+            storage = self._owner.setdefault(storage_of(result), node.name)
         self._alive.append((result, given))
         self.ops[node.name] = Op(
             name=node.name,
             module=node.meta.get("module", ""),
             source=node.meta.get("source"),
             storage=storage,
-            mutates=tuple(dict.fromkeys(written)),
-            random=watch.seen,
+            mutates=tuple(sorted(set(written))),
+            random=watch.random,
             mode=_MODES[node.meta.get(MODE)],
         )
         return result
@@ -70,17 +72,18 @@ class Observer:
     ) -> Iterator[tuple[str, Callable[[], bool]]]:
         """(name of a storage, whether it has changed since now).
 
-        Values by torch's version counter; buffers by their content, since batch norm's kernels
-        write running statistics without counting a version.
+        Values by torch's version counter; buffers by their content too, if they have any, since
+        batch norm's kernels write running statistics without counting a version.
         """
-        buffers = [tensor for tensor in given if _address(tensor) in self._buffers]
+        buffers = [tensor for tensor in given if storage_of(tensor) in self._buffers]
         if node.op == "call_module":
             buffers += self._modules[str(node.target)].buffers()
         for tensor in buffers:
-            yield self._owner[_address(tensor)], _content_changed(tensor)
-        for tensor in given:
+            if not is_fake(tensor):
+                yield self._owner[storage_of(tensor)], _content_changed(tensor)
+        for tensor in [*buffers, *given]:
             if not tensor.is_inference():
-                yield self._owner[_address(tensor)], _version_changed(tensor)
+                yield self._owner[storage_of(tensor)], _version_changed(tensor)
 
 
 def merge_ops(
@@ -98,7 +101,7 @@ def merge_ops(
         op = training.get(node.name) or evaluation.get(node.name)
         other = evaluation.get(node.name)
         if op is not None:
-            mutates = tuple(dict.fromkeys(op.mutates + (other.mutates if other else ())))
+            mutates = tuple(sorted({*op.mutates, *(other.mutates if other else ())}))
             merged[node.name] = dataclasses.replace(op, mutates=mutates)
     return merged
 
@@ -113,20 +116,25 @@ def _version_changed(tensor: Tensor) -> Callable[[], bool]:
     return lambda: tensor._version != before
 
 
-def _address(tensor: Tensor) -> int:
-    """Where the memory of a tensor begins; a tensor without memory has only itself."""
-    return tensor.untyped_storage().data_ptr() or id(tensor)
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees ops that draw from torch's random generators, which torch tags as seeded.
 
-
-class _RandomWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees ops that draw from torch's random generators, which torch tags as seeded."""
+    And, of fake tensors, the running statistics that are written: no kernel runs that would.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
+        self.random = False
+        self.statistics: list[int] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
+        self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
+        names = [argument.name for argument in func._schema.arguments]
+        if "running_mean" in names:
+            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            if given.get("training", True):
+                held = (given["running_mean"], given["running_var"])
+                self.statistics += [storage_of(t) for t in held if t is not None and is_fake(t)]
         return func(*args, **(kwargs or {}))

@@ -142,7 +142,9 @@ class Manifest:
     """All that the runtime must know of a package besides its stage files and schedule.csv.
 
     `signature` are the names of the model's forward parameters in order; `input_structure`
-    describes the dict of those that were given. `batch` is the batch it was planned for.
+    describes the dict of those that were given. `batch` is the batch it was planned for. `checked`
+    says in which modes the captured graph was found equal to the model: "train and eval", "train",
+    either with ", by the calls of torch alone" behind it for a model without memory, or "nothing".
     """
 
     format: int
@@ -185,6 +187,11 @@ class Manifest:
                 f"plan.json has format {found!r}, this fxpipe reads {FORMAT}: compile again"
             )
         return typing.cast(Manifest, _read(cls, data, "plan.json"))
+
+    @property
+    def has_eval(self) -> bool:
+        """Whether the pipeline computes what the model does in eval mode too."""
+        return not self.checked.startswith("train") or self.checked.startswith("train and eval")
 
     @property
     def stage_to_device(self) -> tuple[int, ...]:

@@ -232,7 +232,7 @@ class Pipeline(nn.Module):
         return Visit(self, piece, Ambient.capture())
 
     def _refuse_other_mode(self) -> None:
-        if not self.training and self._manifest.checked == "train":
+        if not self.training and not self._manifest.has_eval:
             raise InputError(
                 f"{self._manifest.model} takes another path in eval mode, which this pipeline does "
                 "not have: evaluate the original model with this one's state_dict()"

@@ -1,0 +1,102 @@
+"""The check of a model without memory: does the graph make the torch calls that the model does?
+
+No values can be compared. But both run on fake tensors, and there what each op of torch itself is
+called with can be: dtypes, shapes, strides, constants, and which tensors it reads.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from fxpipe.capture.check import Checked
+from fxpipe.capture.dynamo import FlatModel
+from fxpipe.capture.observe import Observer, merge_ops
+from fxpipe.errors import InputError
+from fxpipe.interpret import DTYPE, TRAINING, model_dtype, run_graph
+from fxpipe.memory import Faked, faked, storage_of
+from fxpipe.runtime.structure import Structure, in_mode, places
+
+
+@dataclass(frozen=True, slots=True)
+class CallCheck:
+    """Runs graph and model one after the other on fake tensors like `inputs`."""
+
+    flat: FlatModel
+    graph: fx.Graph
+    modules: Mapping[str, nn.Module]
+    state: Mapping[str, Tensor]
+    inputs: Sequence[Tensor]
+    outputs: Structure
+
+    def run(self) -> Checked:
+        """Both modes. Raises InputError if the model by itself fails in train mode."""
+        modes = [(module, module.training) for module in self.flat.modules()]
+        try:
+            with faked(self.flat) as fake:
+                try:
+                    ops, trains = self._compare(fake, training=True)
+                except RuntimeError as error:
+                    raise InputError(
+                        f"the model by itself can't be run on these inputs: {error}"
+                    ) from error
+                try:
+                    others, evaluates = self._compare(fake, training=False)
+                except (InputError, RuntimeError, ValueError):  # another output in eval mode
+                    others, evaluates = ops, False
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        return Checked(merge_ops(self.graph, ops.ops, others.ops), trains, evaluates, evaluates)
+
+    def _compare(self, fake: Faked, training: bool) -> tuple[Observer, bool]:
+        """What the graph's ops do, and whether graph and model make the same calls."""
+        state = {name: fake(tensor) for name, tensor in self.state.items()}
+        observer = Observer(self.modules, state)
+        self.flat.train(training)
+        with fake.mode, torch.set_grad_enabled(training):
+            attributes = {**state, TRAINING: training, DTYPE: model_dtype(self.flat)}
+            expected, given = fake.copies(self.inputs), fake.copies(self.inputs)
+
+            def run() -> list[Tensor]:
+                made = run_graph(self.graph, self.modules, attributes, given, observer)
+                return [made[place] for place in places(in_mode(self.outputs, training))]
+
+            same = _calls(lambda: self.flat(*expected)) == _calls(run)
+        return observer, same
+
+
+def _calls(run: Callable[[], Sequence[Tensor]]) -> list[Any]:
+    """What `run` calls, and what it gives."""
+    calls = _Calls()
+    with calls:
+        given = run()
+    return [*calls.found, *map(calls.kind, given)]
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes each call that reaches torch's ops; tensors by kind and by whose memory they are."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace != "prim" and not func.is_view:  # a view shows in who reads it
+            self.found.append((func, tree_map_only(Tensor, self.kind, (args, kwargs))))
+        return func(*args, **kwargs)
+
+    def kind(self, tensor: Tensor) -> tuple[Any, ...]:
+        """All but the values."""
+        self._alive.append(tensor)
+        number = self._numbers.setdefault(storage_of(tensor), len(self._numbers))
+        return number, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()

@@ -1,0 +1,53 @@
+"""Costs that are worked out for a device that need not be there, by a model that needs no memory.
+
+The other way to a `Profile` than measuring: the same ops, run on fake tensors, which compute
+nothing, under a clock that adds up operations and bytes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.devices import device_named
+from fxpipe.interpret import DTYPE, TRAINING, run_graph, untouched
+from fxpipe.ir import Capture, Profile
+from fxpipe.memory import faked
+from fxpipe.meter import Meter, first_microbatch
+from fxpipe.roofline import Roofline
+
+
+def analytic(
+    capture: Capture,
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    *,
+    n_microbatches: int,
+    device: str,
+) -> Profile:
+    """What each op of the graph costs on one micro-batch of `inputs` on `device`.
+
+    `device` is text such as `analytic:h100`. Raises DeviceError if there is none of that name, and
+    InputError if there are more micro-batches than rows, or if the model does not take so few.
+    """
+    described = device_named(device)
+    meter = Meter(capture, torch.device("cpu"), Roofline(described))
+    with (
+        first_microbatch(capture, inputs, n_microbatches) as given,
+        untouched(model, capture.state),
+        faked(model) as fake,
+        fake.mode,
+    ):
+        model.train()
+        state = {name: fake(tensor) for name, tensor in capture.state.items()}
+        attributes = {**state, TRAINING: True, DTYPE: capture.dtype}
+        run_graph(capture.graph, capture.modules, attributes, [*map(fake, given)], meter)
+    return Profile(
+        costs=meter.costs,
+        link=described.link,
+        device=described.name,
+        capacity_bytes=described.capacity_bytes,
+        batch=-(-capture.batch // n_microbatches),
+        fingerprint=capture.fingerprint,
+        origin=device,
+    )
