@@ -10,10 +10,11 @@ from fxpipe.ir import Capture, Chain, Plan, Port, StageWiring, Wiring
 
 
 def wire(capture: Capture, chain: Chain, plan: Plan) -> Wiring:
-    """The ops, inputs and outputs of each stage of `plan`."""
+    """The ops, inputs and outputs of each stage of `plan`, in the order of the program."""
     bounds = [0, *plan.cuts, len(chain.blocks)]
+    place = {name: k for k, name in enumerate(capture.ops)}
     stages = [
-        tuple(op for block in chain.blocks[start:end] for op in block.ops)
+        sorted((op for block in chain.blocks[start:end] for op in block.ops), key=place.__getitem__)
         for start, end in pairwise(bounds)
     ]
     maker: dict[str, int | None] = {op: j for j, ops in enumerate(stages) for op in ops}
@@ -23,7 +24,7 @@ def wire(capture: Capture, chain: Chain, plan: Plan) -> Wiring:
     return Wiring(
         tuple(
             StageWiring(
-                ops=ops,
+                ops=tuple(ops),
                 inputs=tuple(
                     Port(name, maker[name], portal=maker[name] not in (None, j - 1))
                     for name in taken[j]

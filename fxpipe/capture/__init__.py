@@ -19,7 +19,9 @@ from fxpipe.capture.graph import own_graph
 from fxpipe.capture.inputs import batch_of, bind, copies, flat_inputs, input_names, with_rows
 from fxpipe.capture.modes import depends_on_mode, merge_modes
 from fxpipe.capture.names import model_names
+from fxpipe.capture.simplify import simplify
 from fxpipe.capture.stock_calls import call_stock_modules
+from fxpipe.capture.variables import name_values
 from fxpipe.errors import InputError
 from fxpipe.interpret import model_dtype, untouched
 from fxpipe.ir import Capture, Input, Op
@@ -83,22 +85,26 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     kind = CallCheck if memoryless else Check
     check = kind(flat, graph, modules, names.state, one_more, outputs)
     found = check.run()
-    if "eval" not in flat.outputs and (
+    by_mode = "eval" not in flat.outputs and (
         not found.identical_in_eval or (not memoryless and depends_on_mode(graph, found.ops))
-    ):
+    )
+    if by_mode:
         with untouched(model, names.state):
             modules.update(merge_modes(graph, flat, tensors, trace)[0])
+    # What ops write is known only where they ran on real data.
+    if (not memoryless and simplify(graph, found.ops)) or by_mode:
         found = check.run()
     evaluates = found.agrees_in_eval and ("eval" in outputs) == ("eval" in flat.outputs)
-    ops = found.ops
-    _drop_dead(graph, ops)
+    _drop_dead(graph, found.ops)
+    tree = dict(model.named_modules(remove_duplicate=False))
+    ops = name_values(graph, found.ops, tree, outputs)
     literals, specs = _describe_values(graph)
     live = {node.name for node in graph.nodes if node.name in specs or node.name not in literals}
     return Capture(
         model_name=type(model).__name__,
         graph=graph,
         modules=modules,
-        tree=dict(model.named_modules(remove_duplicate=False)),
+        tree=tree,
         ops={name: op for name, op in ops.items() if name in live},
         literals=literals,
         specs=specs,

@@ -41,6 +41,7 @@ def open_dtypes(graph: fx.Graph, model: FlatModel, tensors: Sequence[Tensor], tr
         return
     flags = Flags(graph)
     for node, theirs in zip(ops_of(graph), ops_of(twin), strict=True):
+        node.meta["dtype"] = _kind_of_dtype(node, theirs)
         places = iter(leaves_of(theirs))
 
         def opened(leaf: Any, node: fx.Node = node, places: Any = places) -> Any:
@@ -57,3 +58,11 @@ def open_dtypes(graph: fx.Graph, model: FlatModel, tensors: Sequence[Tensor], tr
         if len(leaves_of(node)) == len(leaves_of(theirs)):
             node.args = fx.node.map_aggregate(node.args, opened)
             node.kwargs = fx.node.map_aggregate(node.kwargs, opened)
+
+
+def _kind_of_dtype(node: fx.Node, theirs: fx.Node) -> str | None:
+    """Whether a value's dtype is the model's `own` or `fixed`, as the other precision shows."""
+    ours, other = node.meta.get("val"), theirs.meta.get("val")
+    if not isinstance(ours, Tensor) or not isinstance(other, Tensor):
+        return None
+    return "fixed" if ours.dtype == other.dtype else "own"

@@ -1,7 +1,6 @@
 """Dynamo's graph under the model's own names, with its checkpoint regions opened."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,13 +8,13 @@ from torch import Tensor, fx
 from torch.fx.node import Argument, Target
 from torch.nn import functional
 
-from fxpipe.capture.dynamo import function_of, parse_stack, user_frames
+from fxpipe.capture.dynamo import function_of
 from fxpipe.capture.functions import Functions
 from fxpipe.capture.names import ModelNames
+from fxpipe.capture.sources import Statement, statements
 from fxpipe.errors import CaptureError
 from fxpipe.ir import SourceLine
 from fxpipe.regions import PLAIN, REGION, behind
-from fxpipe.source import short_path
 
 _CHECKPOINT: Target = torch.ops.higher_order.tag_activation_checkpoint
 _SKIPPED: tuple[Target, ...] = (
@@ -37,10 +36,10 @@ def own_graph(
 
     Each node's `meta` keeps `val` (its fake value), `module` (path of the module that called it),
     `call` (which call of which module), `stack` (path and call of each module that it is inside of,
-    outermost first), `source` (the user's line), `frames` (all of the user's lines that led to it,
-    outermost first) and `region` (its grad mode and autocast). `names.state` grows by the tensors
-    that tracing itself made, `functions` by the custom ones that are called. Raises CaptureError
-    for one that can't be copied.
+    outermost first), `source` (the user's line), `frames` and `statements` (all of the user's lines
+    that led to it, outermost first, and what else is known of them) and `region` (its grad mode and
+    autocast). `names.state` grows by the tensors that tracing itself made, `functions` by the
+    custom ones that are called. Raises CaptureError for one that can't be copied.
     """
     builder = _Builder(names, functions)
     placeholders = [node for node in found.nodes if node.op == "placeholder"]
@@ -130,7 +129,8 @@ class _Builder:
             "call": stack[-1] if stack else "",
             "stack": tuple((self.names.module(key), key) for key in stack),
             "source": _source(node),
-            "frames": _frames(node),
+            "frames": tuple(statement.source for statement in _statements(node)),
+            "statements": _statements(node),
             REGION: self.region,
         }
         return made
@@ -181,17 +181,12 @@ def _attribute(owner: torch.nn.Module, target: str) -> Any:
 
 
 def _source(node: fx.Node) -> SourceLine | None:
-    return next(reversed(_frames(node)), None)
+    found = _statements(node)
+    return found[-1].source if found else None
 
 
-def _frames(node: fx.Node) -> tuple[SourceLine, ...]:
-    return _lines(node.meta.get("stack_trace") or "")
-
-
-@lru_cache(maxsize=64)  # ops of one line stand together
-def _lines(stack: str) -> tuple[SourceLine, ...]:
-    frames = user_frames(parse_stack(stack))
-    return tuple(SourceLine(short_path(f.filename), f.lineno or 0, f.line or "") for f in frames)
+def _statements(node: fx.Node) -> tuple[Statement, ...]:
+    return statements(node.meta.get("stack_trace") or "")
 
 
 def _where(node: fx.Node) -> str:

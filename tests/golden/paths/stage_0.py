@@ -2,7 +2,7 @@
 
 Takes x: float32[batch, 6] from the caller
 Returns x: float32[batch, 6]
-Returns linear: float32[batch, 6]
+Returns b: float32[batch, 6]
 """
 
 import torch
@@ -29,5 +29,5 @@ class Stage0(nn.Module):
         y = y_2 if self.training else y
         x = x + y  # line 117
         # line 118: x = x + self.b(x) if self.training else x - self.b(x).relu()
-        linear = self.b(x)
-        return x, linear
+        b = self.b(x)
+        return x, b

@@ -1,7 +1,7 @@
 """Stage 1 of 2 of Paths, written by fxpipe.
 
 Takes x: float32[batch, 6] from stage 0
-Takes linear: float32[batch, 6] from stage 0
+Takes b: float32[batch, 6] from stage 0
 Returns output: float32[batch, 3]
 """
 
@@ -15,14 +15,14 @@ class Stage1(nn.Module):
         super().__init__()
         self.c = nn.Linear(6, 3)
 
-    def forward(self, x: Tensor, linear: Tensor) -> Tensor:
+    def forward(self, x: Tensor, b: Tensor) -> Tensor:
         if self.training:
             # models.py
             # line 118: x = x + self.b(x) if self.training else x - self.b(x).relu()
-            x_2 = x + linear  # float32[batch, 6]
+            x_2 = x + b  # float32[batch, 6]
         else:
             # line 118: x = x + self.b(x) if self.training else x - self.b(x).relu()
-            x = x - linear.relu()
+            x = x - b.relu()
         x = x_2 if self.training else x  # line 118
         output = self.c(x)  # line 119: float32[batch, 3]
         return output

@@ -17,8 +17,8 @@ class Stage0(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         # models.py
-        embedding = self.embed(tokens)  # line 64: float32[batch, 5, 6]
+        embed = self.embed(tokens)  # line 64: float32[batch, 5, 6]
 
         # body in models.py
-        x = self.body[1](self.body[0](embedding))  # line 64
+        x = self.body[1](self.body[0](embed))  # line 64
         return x
