@@ -83,7 +83,7 @@ def _whole_ms(capture: Capture, model: nn.Module, given: Sequence[Tensor]) -> tu
                 capture.graph, capture.modules, attributes, [tensor.clone() for tensor in given]
             )
             between = time.perf_counter()
-            made = [output for output in outputs if output.requires_grad]
+            made = [o for o in outputs if o is not None and o.requires_grad]
             torch.autograd.backward(made, [torch.ones_like(output) for output in made])
             forward_ms.append(1e3 * (between - start))
             backward_ms.append(1e3 * (time.perf_counter() - between))
