@@ -18,7 +18,7 @@ from torch import fx
 from fxpipe.codegen.comments import Comments, Line
 from fxpipe.codegen.lines import Writer, is_statement
 from fxpipe.codegen.loops import LOOP, Loop
-from fxpipe.codegen.names import Containers, path
+from fxpipe.codegen.names import Containers, is_free, path
 from fxpipe.codegen.scope import Scope
 from fxpipe.interpret import MODE
 from fxpipe.ir import SourceLine
@@ -103,7 +103,7 @@ class Body:
         parts = module.split(".")
         start = max((k for k, part in enumerate(parts) if not part.isdecimal()), default=0)
         variable = "_".join(parts[start:])
-        if not variable.isidentifier() or variable in self.names.values():
+        if not is_free(variable) or variable in self.names.values():
             variable = f"{variable}_module"
         if not variable.isidentifier() or self._short.get(module) == variable:
             return
@@ -206,7 +206,7 @@ class Body:
         last = container.rpartition(".")[2]
         words = re.findall(r"[A-Z]+[a-z]*|[a-z]+", loop.made[0].name)
         name = last[:-1] if last.endswith("s") and len(last) > 3 else words[-1].lower()
-        return name if name.isidentifier() and name not in self.names.values() else f"{name}_module"
+        return name if is_free(name) and name not in self.names.values() else f"{name}_module"
 
 
 def _group(node: fx.Node) -> tuple[Region, bool | None, str, SourceLine | None]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.codegen.blocks import roll
+from fxpipe.codegen.names import plain
 from fxpipe.codegen.stage_file import StageFile, blocks_file, stage_file
 from fxpipe.ir import Capture, PackageFiles, Plan, Profile, StageWiring, Wiring
 from fxpipe.memory import is_fake
@@ -61,11 +62,11 @@ def emit(
         fields = blocks_file(capture, rolled.blocks)
         files["blocks.py"] = environment.get_template("blocks.py.j2").render(fields)
     files["__init__.py"] = environment.get_template("init.py.j2").render(
-        model=capture.model_name, n=n, version=fxpipe.__version__, example="out"
+        model=plain(capture.model_name), n=n, version=fxpipe.__version__, example="out"
     )
     if capture.functions:
         files["functions.py"] = environment.get_template("functions.py.j2").render(
-            model=capture.model_name, functions=capture.functions
+            model=plain(capture.model_name), functions=capture.functions
         )
     files = _formatted(files)
     files["schedule.csv"] = plan.schedule.to_csv()

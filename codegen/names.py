@@ -3,14 +3,16 @@
 import builtins
 import keyword
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
-from torch import fx
+from torch import fx, nn
 
 from fxpipe.codegen.functions import function_called
 from fxpipe.specs import SIZES
 
 _OURS = {"self", "torch", "nn", "F", "Tensor", "math", "operator", "dtype", "device", *SIZES}
+_MODULES_OWN = frozenset(dir(nn.Module()))
 _TAKEN = {*dir(builtins), *keyword.kwlist, *_OURS}
 
 
@@ -53,10 +55,16 @@ def base_name(value: str) -> str:
         return f"{value[1:]}_" if value[1:] in _OURS else value[1:]
     base = re.sub(r"(_\d+)+$", "", value)
     base = "x" if base == "input" else base
+    base = f"_{base.lstrip('_')}" if base.startswith("__") else base  # Python writes those anew
     return f"{base}_" if base in _TAKEN else base
 
 
 Containers = Mapping[str, str]  # paths of modules that are indexed: by "list" number or "dict" key
+
+
+def is_free(variable: str) -> bool:
+    """Whether a stage may call a variable so: an identifier that means nothing else there."""
+    return variable.isidentifier() and variable not in _TAKEN
 
 
 def child(parent: str, name: str, kind: str = "") -> str:
@@ -65,9 +73,19 @@ def child(parent: str, name: str, kind: str = "") -> str:
         return f"{parent}[{name}]"
     if kind == "dict":
         return f'{parent}["{name}"]'
-    if name.isidentifier() and not keyword.iskeyword(name):
-        return f"{parent}.{name}"
-    return f"getattr({parent}, {name!r})"
+    if name in _MODULES_OWN:
+        return f"{parent}._modules[{name!r}]"  # as an attribute it is the method
+    return f"{parent}.{name}" if _is_attribute(name) else f"getattr({parent}, {name!r})"
+
+
+def _is_attribute(name: str) -> bool:
+    """Whether `name`, behind a dot in a class, is an attribute of just that name.
+
+    Python writes identifiers in one normal form, and those of a class with two underscores anew.
+    """
+    plain = name.isidentifier() and not keyword.iskeyword(name)
+    private = name.startswith("__") and not name.endswith("__")
+    return plain and not private and unicodedata.normalize("NFKC", name) == name
 
 
 def assignment(parent: str, name: str, value: str, kind: str = "") -> str:

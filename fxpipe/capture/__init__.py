@@ -197,4 +197,4 @@ def _fingerprint(graph: fx.Graph, specs: Mapping[str, TensorSpec]) -> str:
     ]
     lines += [f"{name} {spec}" for name, spec in specs.items()]
     text = re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]

@@ -15,11 +15,12 @@ def call_stock_modules(graph: fx.Graph, model: nn.Module) -> dict[str, nn.Module
     """Rewrite `graph` in place; returns the modules it now calls, by path."""
     called: dict[str, nn.Module] = {}
     constructors: dict[str, str | None] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))  # by name, not as attributes
     ops = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
     for _, run in groupby(ops, key=lambda node: (node.meta["module"], node.meta["call"])):
         group = list(run)
         path = group[0].meta["module"]
-        module = model.get_submodule(path)
+        module = modules[path]
         if path not in constructors:
             constructors[path] = constructor(module) if forward_takes_one(module) else None
         ends = _ends(group, path)
