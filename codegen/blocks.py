@@ -11,6 +11,7 @@
 A call that occurs once is written out where it stands.
 """
 
+import keyword
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from fxpipe.regions import REGION
 from fxpipe.source import calling_line, line_within
 
 _MOST_SETTINGS = 8
-_RESERVED = {"Tensor", "OrderedDict", "F", "nn", "torch"}
+_RESERVED = {*keyword.kwlist, "Tensor", "OrderedDict", "F", "nn", "torch"}
 
 
 @dataclass(frozen=True, slots=True)
