@@ -17,6 +17,7 @@ from fxpipe.codegen.names import plain
 from fxpipe.codegen.stage_file import StageFile, blocks_file, stage_file
 from fxpipe.ir import Capture, PackageFiles, Plan, Profile, StageWiring, Wiring
 from fxpipe.memory import is_fake
+from fxpipe.runtime.leaves import in_mode, places
 from fxpipe.runtime.manifest import (
     FORMAT,
     EstimateSpec,
@@ -28,7 +29,6 @@ from fxpipe.runtime.manifest import (
     StageSpec,
     StateSpec,
 )
-from fxpipe.runtime.structure import in_mode, places
 from fxpipe.specs import tensor_spec
 
 _TEMPLATES = Path(__file__).parent / "templates"

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from fxpipe.difference import Difference, compare
 from fxpipe.errors import InputError
 from fxpipe.runtime import Pipeline, Runner, load
+from fxpipe.runtime.leaves import in_mode, places
 from fxpipe.runtime.manifest import Manifest, TensorSpec
 from fxpipe.runtime.microbatch import merged_dim, unmergeable
 from fxpipe.runtime.random import microbatch_seeds
-from fxpipe.runtime.structure import describe, in_mode, places, rebuild
+from fxpipe.runtime.structure import describe, rebuild
 from fxpipe.target import Target
 
 SEED = 0

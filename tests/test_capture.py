@@ -121,6 +121,42 @@ def test_another_output_in_eval_mode_is_captured_too():
     assert capture(Auxiliary(), (torch.randn(4, 6),), {}).checked == "train and eval"
 
 
+def forward_of(function):
+    return type("Model", (models.Chain,), {"forward": function})()
+
+
+def test_inputs_may_be_positional_alone_and_any_number():
+    def forward(self, x, /, y, *rest, scale=1):
+        return self.layers(x + y) * rest[0] + rest[1] * scale
+
+    x = torch.randn(4, 6)
+    captured = capture(forward_of(forward), (x, x, x, x), {"scale": 2})
+    assert captured.signature == ("x", "y", "*rest", "scale")
+    assert [given.name for given in captured.inputs] == ["x", "y", "rest_0", "rest_1"]
+
+
+def test_the_batch_is_that_of_the_first_input_with_more_than_one_row():
+    def forward(self, positions, step, x):
+        return self.layers(x + positions + step)
+
+    inputs = (torch.ones(1, 6), torch.tensor(3), torch.randn(4, 6))
+    captured = capture(forward_of(forward), inputs, {})
+    assert [given.batched for given in captured.inputs] == [False, False, True]
+    assert captured.batch == 4
+
+
+def test_an_output_that_changes_with_the_batch_and_is_no_tensor_is_refused():
+    model = forward_of(lambda self, x: {"y": self.layers(x), "rows": len(x)})
+    with pytest.raises(CaptureError, match=r"output\['rows'\] is 4 with one batch and 5"):
+        capture(model, (torch.randn(4, 6),), {})
+
+
+def test_a_weight_first_is_told_as_what_the_batch_was_taken_from():
+    model = forward_of(lambda self, scale, x: self.layers(x * scale))
+    with pytest.raises(CaptureError, match="taken to be 6"):
+        capture(model, (torch.ones(6), torch.randn(4, 6)), {})
+
+
 def test_what_ops_write_and_draw_is_seen_on_real_data():
     ops = capture(models.Norms(), (torch.randn(4, 3, 8, 8),), {}).ops
     by_module = {op.module: op for op in ops.values()}

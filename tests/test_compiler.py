@@ -80,6 +80,37 @@ def test_what_compares_all_rows_is_of_each_micro_batch_and_said_to_be(tmp_path):
         fxpipe.load(out)(**inputs(8))
 
 
+class Odd(models.Chain):
+    """Inputs and outputs of every form."""
+
+    def forward(self, x, *others, settings, mask=None, mode="sum"):
+        y = self.layers(x + others[0]["more"][0] * settings["scale"])
+        y = y + settings["position"] if mask is None and mode == "sum" else y
+        nothing = {"none": None, "list": [], "tuple": (), "dict": {}, "number": 3}
+        return [y, y], {"x": x, "weight": self.layers[0].weight, **nothing}
+
+
+def test_inputs_and_outputs_of_every_form(tmp_path):
+    def settings():
+        return {"scale": 2, "position": torch.ones(1, 6)}
+
+    x = torch.randn(8, 6)
+    model = Odd()
+    package = compile_flat(
+        model, (x, {"more": [x]}), {"settings": settings(), "mask": None}, devices=2, microbatches=4
+    )
+    pipe = fxpipe.load(package.write(tmp_path / "out"))
+    pipe.load_state_dict(model.state_dict())
+    x = torch.randn(10, 6)
+    expected = model(x, {"more": [x]}, settings=settings())
+    found = pipe(x, {"more": [x]}, settings=settings())
+    torch.testing.assert_close(found, expected)
+    assert found[0][0] is found[0][1]
+    assert found[1]["x"] is x
+    with pytest.raises(InputError, match="must be a tuple of 1"):
+        pipe(x, {"more": [x]}, x, settings=settings())
+
+
 def test_a_cache_may_be_an_input_too(tmp_path):
     def inputs(rows):
         past = models.Cache()

@@ -16,7 +16,7 @@ from fxpipe.capture.dtypes import open_dtypes
 from fxpipe.capture.dynamo import FlatModel, dynamo_graph, user_place
 from fxpipe.capture.functions import Functions
 from fxpipe.capture.graph import own_graph
-from fxpipe.capture.inputs import batch_of, bind, copies, flat_inputs, input_names, with_rows
+from fxpipe.capture.inputs import Form, batch_of, bind, copies, flat_inputs, input_names, with_rows
 from fxpipe.capture.modes import depends_on_mode, merge_modes
 from fxpipe.capture.names import model_names
 from fxpipe.capture.simplify import simplify
@@ -37,13 +37,14 @@ __all__ = ["capture", "flat_inputs"]
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
     """Trace `model` in train mode on example inputs, the batch (dimension 0) left open.
 
-    A tensor whose dimension 0 is as long as the first tensor's is a batch of rows; others go whole
-    to each micro-batch. Parameters, buffers, random state and train flags are as before afterwards.
-    A model without memory is captured as well, though no values can be compared.
-    Raises InputError if forward does not take the inputs, CaptureError if it can't be captured.
+    A tensor whose dimension 0 is as long as that of the first one with more than one row is a batch
+    of rows; others go whole to each micro-batch. Parameters, buffers, random state and train flags
+    are as before afterwards. A model without memory is captured as well, though no values can be
+    compared. Raises InputError if forward does not take the inputs, CaptureError if it can't be
+    captured.
     """
     memoryless = lacks_memory(model)
-    signature, given = bind(model, args, kwargs)
+    form, given = bind(model, args, kwargs)
     input_structure, tensors = describe(given)
     batch, batched = batch_of(tensors)
     if batch == 1:  # a size of 1 would be taken for a constant
@@ -58,9 +59,9 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
                 stack.enter_context(fake.mode)
                 another = functools.partial(fake.copies, tensors)
             before = dict(model.named_buffers(remove_duplicate=False))
-            outputs = _outputs_by_mode(model, lambda: rebuild(input_structure, another()))
+            outputs = _outputs_by_mode(model, form, lambda: rebuild(input_structure, another()))
             refuse_new_buffers(model, before)
-        flat = FlatModel(model, input_structure, outputs)
+        flat = FlatModel(model, form, input_structure, outputs)
         inputs = input_names(input_structure)
         functions = Functions()
 
@@ -112,7 +113,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             Input(node.name, b) for node, b in zip(_placeholders(graph), batched, strict=True)
         ),
         input_structure=input_structure,
-        signature=signature,
+        signature=form.signature,
         outputs=_outputs(graph),
         output_structure=outputs,
         state=names.state,
@@ -133,22 +134,24 @@ def _checked(found: Checked, evaluates: bool, memoryless: bool) -> str:
     return f"{modes}, by the calls of torch alone" if memoryless else modes
 
 
-def _outputs_by_mode(model: nn.Module, given: Callable[[], dict[str, Any]]) -> Structure:
+def _outputs_by_mode(
+    model: nn.Module, form: Form, given: Callable[[], dict[str, Any]]
+) -> Structure:
     """The structure of the model's outputs, in train and eval mode if they differ."""
-    training, _ = describe(_call(model, given()))
+    training, _ = describe(_call(model, form, given()))
     model.eval()
     try:
         with torch.no_grad():
-            evaluation, _ = describe(model(**given()))
+            evaluation, _ = describe(form.call(model, given()))
     except Exception:  # a model that can't be evaluated on these inputs is pipelined for training
         evaluation = training
     model.train()
     return training if evaluation == training else {"train": training, "eval": evaluation}
 
 
-def _call(model: nn.Module, given: dict[str, Any]) -> Any:
+def _call(model: nn.Module, form: Form, given: dict[str, Any]) -> Any:
     try:
-        return model(**given)
+        return form.call(model, given)
     except Exception as error:
         raise InputError(
             f"{type(model).__name__}.forward fails on these inputs {user_place(error)}\n"

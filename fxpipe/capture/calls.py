@@ -19,7 +19,8 @@ from fxpipe.capture.observe import Observer, merge_ops
 from fxpipe.errors import InputError
 from fxpipe.interpret import DTYPE, TRAINING, model_dtype, run_graph
 from fxpipe.memory import Faked, faked, storage_of
-from fxpipe.runtime.structure import Structure, in_mode, places
+from fxpipe.runtime.leaves import in_mode, places
+from fxpipe.runtime.structure import Structure
 
 
 @dataclass(frozen=True, slots=True)

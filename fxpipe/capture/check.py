@@ -13,10 +13,11 @@ from torch import Tensor, fx, nn
 from fxpipe.capture.dynamo import FlatModel
 from fxpipe.capture.inputs import copies
 from fxpipe.capture.observe import Observer, merge_ops
-from fxpipe.errors import CaptureError, InputError
+from fxpipe.errors import CaptureError, FxpipeError, InputError
 from fxpipe.interpret import DTYPE, TRAINING, Hook, model_dtype, run_graph, untouched
 from fxpipe.ir import Op
-from fxpipe.runtime.structure import Structure, in_mode, places
+from fxpipe.runtime.leaves import constants, in_mode, places
+from fxpipe.runtime.structure import Structure, describe
 
 Run = Callable[[], list[Tensor]]
 
@@ -72,7 +73,7 @@ class Check:
         try:
             with torch.no_grad():
                 expected, found = self._plain(False), self._captured(False, evaluation)
-        except (InputError, RuntimeError, ValueError):  # another output, or an op of train mode
+        except (FxpipeError, RuntimeError, ValueError):  # another output, or an op of train mode
             agrees = identical = False
         else:
             agrees = compare(expected, found) is None
@@ -84,7 +85,15 @@ class Check:
         return Checked(ops, True, agrees, identical)
 
     def _plain(self, training: bool) -> Result:
-        return observe_run(lambda: self.flat(*copies(self.inputs)), self.flat, self.state, training)
+        structure = in_mode(self.flat.outputs, training)
+
+        def run() -> list[Tensor]:
+            found, tensors = describe(self.flat.whole(*copies(self.inputs)))
+            if found != structure:
+                raise CaptureError(_not_fixed(structure, found))
+            return tensors
+
+        return observe_run(run, self.flat, self.state, training)
 
     def _captured(self, training: bool, hook: Hook) -> Result:
         attributes = {**self.state, TRAINING: training, DTYPE: model_dtype(self.flat)}
@@ -94,6 +103,18 @@ class Check:
             return [made[place] for place in places(in_mode(self.outputs, training))]
 
         return observe_run(run, self.flat, self.state, training)
+
+
+def _not_fixed(structure: Structure, found: Structure) -> str:
+    before, after = (dict(constants(one)) for one in (structure, found))
+    for path, value in before.items():
+        if path in after and after[path] != value:
+            return (
+                f"output{path} is {value!r} with one batch and {after[path]!r} with a larger one: "
+                "a pipeline gives tensors, and else what is the same for every batch. Leave it "
+                "out of the output, or make it a tensor"
+            )
+    return "the output's structure depends on the batch: it must be the same for every batch"
 
 
 def observe_run(run: Run, model: nn.Module, state: Mapping[str, Tensor], training: bool) -> Result:

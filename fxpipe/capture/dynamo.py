@@ -17,12 +17,14 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
+from fxpipe.capture.inputs import Form
 from fxpipe.capture.region import Region
 from fxpipe.errors import CaptureError
-from fxpipe.runtime.structure import Structure, assemble, imported, in_mode, tensors_of
+from fxpipe.runtime.leaves import in_mode
+from fxpipe.runtime.structure import Structure, assemble, imported, tensors_at
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_HERE = str(Path(__file__).parent) + os.sep
+_HERE = str(Path(__file__).parent.parent) + os.sep
 _SETTINGS: dict[str, Any] = {
     "allow_rnn": True,
     "ignore_logging_functions": {print, warnings.warn, logging.Logger.warning},
@@ -32,16 +34,20 @@ _SETTINGS: dict[str, Any] = {
 class FlatModel(nn.Module):
     """The model as a function from flat tensors to flat tensors."""
 
-    def __init__(self, model: nn.Module, inputs: Structure, outputs: Structure) -> None:
+    def __init__(self, model: nn.Module, form: Form, inputs: Structure, outputs: Structure) -> None:
         super().__init__()
         self.model = model
+        self.form = form
         self.inputs = imported(inputs)  # here, since Dynamo does not trace an import
         self.outputs = outputs
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors of the model's output, given those of its input."""
-        outputs = in_mode(self.outputs, self.training)
-        return tensors_of(outputs, self.model(**assemble(self.inputs, tensors)))
+        return tensors_at(in_mode(self.outputs, self.training), self.whole(*tensors))
+
+    def whole(self, *tensors: Tensor) -> Any:
+        """The model's output, given the tensors of its input."""
+        return self.form.call(self.model, assemble(self.inputs, tensors))
 
 
 def dynamo_graph(model: FlatModel, tensors: Sequence[Tensor], batched: Sequence[bool]) -> fx.Graph:
@@ -89,7 +95,7 @@ def dynamo_graph(model: FlatModel, tensors: Sequence[Tensor], batched: Sequence[
             with _functions_as_ops():
                 module = _dynamo_graph_capture_for_export(OneBatch())(*tensors)
     except ConstraintViolationError as error:
-        raise CaptureError(_frozen_batch(str(error))) from error
+        raise CaptureError(_frozen_batch(str(error), len(rows[0]))) from error
     except TorchDynamoException as error:
         raise CaptureError(_unsupported(error)) from error
     finally:
@@ -168,11 +174,13 @@ def _place(frame: traceback.FrameSummary | None) -> str:
     return f"at {frame.filename}, line {frame.lineno}: {(frame.line or '').strip()}"
 
 
-def _frozen_batch(message: str) -> str:
+def _frozen_batch(message: str, batch: int) -> str:
     place = _place(user_frame(parse_stack(message)))
     return (
         f"forward works for one batch size only, {place}\n"
-        "A pipeline cuts the batch into micro-batches: write x.size(0) in place of the number."
+        "A pipeline cuts the batch into micro-batches: write x.size(0) in place of the number.\n"
+        f"The batch is taken to be {batch}, dimension 0 of the first input with more than one row. "
+        "If that input has no batch, give it last, by name."
     )
 
 

@@ -47,7 +47,7 @@ def own_graph(
         builder.values[node] = builder.graph.placeholder(name)
         builder.values[node].meta["val"] = node.meta["example_value"]
     result = builder.copy(found)
-    builder.graph.output(tuple(builder.read(value, "") for value in result))
+    builder.graph.output(tuple(builder.result(value) for value in result))
     builder.graph.lint()
     return builder.graph
 
@@ -96,6 +96,26 @@ class _Builder:
             self.attributes[name] = self.graph.get_attr(name)
             self.attributes[name].meta["val"] = value
         return self.attributes[name]
+
+    def result(self, value: Any) -> Argument:
+        """`value` as an output; one of the model's own tensors is copied, so that a stage has it.
+
+        So an op of some stage makes each output but those that are inputs.
+        """
+        read = self.read(value, "")
+        if not isinstance(value, Tensor):
+            return read
+        made = self.graph.call_method("clone", (read,))
+        made.meta = {
+            "val": value,
+            "module": "",
+            "call": "",
+            "stack": (),
+            "source": None,
+            "frames": (),
+            REGION: self.region,
+        }
+        return made
 
     def _call(self, node: fx.Node) -> Any:
         if node.target is _CHECKPOINT:

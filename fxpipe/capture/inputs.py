@@ -3,12 +3,34 @@
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.structure import Structure, describe, leaves
+from fxpipe.runtime.leaves import leaves
+from fxpipe.runtime.structure import Structure, describe
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How forward is called: `signature` names its parameters, one like `*images` among them.
+
+    Those in `positional` are given by position, and after them those in `rest`, if there is one.
+    """
+
+    signature: tuple[str, ...]
+    positional: tuple[str, ...]
+    rest: str | None
+
+    def call(self, model: nn.Module, given: Mapping[str, Any]) -> Any:
+        """Forward's result on the inputs `given` by name."""
+        args = [given[name] for name in self.positional]
+        if self.rest is not None:
+            args += given[self.rest]
+        named = {k: v for k, v in given.items() if k not in self.positional and k != self.rest}
+        return model(*args, **named)
 
 
 def flat_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -18,8 +40,8 @@ def flat_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 def bind(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The names of forward's parameters and those that are given, by name."""
+) -> tuple[Form, dict[str, Any]]:
+    """How forward is called, and the inputs that are given, by name."""
     parameters = inspect.signature(model.forward).parameters.values()
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
@@ -29,23 +51,35 @@ def bind(
             f"the inputs don't fit {type(model).__name__}.forward({names}): {error}"
         ) from error
     given = dict(bound.arguments)
+    rest = next(
+        (p.name for p in parameters if p.kind is p.VAR_POSITIONAL and p.name in given), None
+    )
+    signature: list[str] = []
+    positional: list[str] = []
     for parameter in parameters:
-        if parameter.kind is parameter.VAR_POSITIONAL and given.pop(parameter.name, ()):
-            raise InputError(
-                f"forward takes *{parameter.name}: give each input a parameter of its own"
-            )
         if parameter.kind is parameter.VAR_KEYWORD:
-            given.update(given.pop(parameter.name, {}))
-    plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return tuple(dict.fromkeys([*plain, *given])), given
+            more = given.pop(parameter.name, {})
+            given.update(more)
+            signature += more
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            signature += [f"*{parameter.name}"] if rest else []
+        else:
+            signature.append(parameter.name)
+            placed = parameter.kind is parameter.POSITIONAL_ONLY or (
+                rest and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            )
+            if placed and parameter.name in given:
+                positional.append(parameter.name)
+    return Form(tuple(signature), tuple(positional), rest), given
 
 
 def batch_of(tensors: Sequence[Tensor]) -> tuple[int, list[bool]]:
-    """The rows of the first tensor that has any, and which tensors have as many."""
+    """The rows of the first tensor that has more than one, and which tensors have as many."""
     rows = [len(tensor) for tensor in tensors if tensor.dim()]
     if not rows:
         raise InputError("no input is a tensor with a batch dimension: give at least one")
-    return rows[0], [tensor.dim() > 0 and len(tensor) == rows[0] for tensor in tensors]
+    batch = next((n for n in rows if n > 1), 1)
+    return batch, [tensor.dim() > 0 and len(tensor) == batch for tensor in tensors]
 
 
 def with_rows(tensors: Sequence[Tensor], batched: Sequence[bool], rows: list[int]) -> list[Tensor]:

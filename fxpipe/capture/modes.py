@@ -18,7 +18,8 @@ from fxpipe.capture.edit import Flags, Trace, kind_of, leaves_of, ops_of
 from fxpipe.errors import FxpipeError
 from fxpipe.interpret import DTYPE, HUNK, MODE, TRAINING, by_mode, model_dtype, when_training
 from fxpipe.ir import Op
-from fxpipe.runtime.structure import Structure, in_mode, renumbered
+from fxpipe.runtime.leaves import in_mode, renumbered
+from fxpipe.runtime.structure import Structure
 
 _ATTENTION: object = torch._C._nn.scaled_dot_product_attention
 

@@ -8,19 +8,24 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError
+from fxpipe.runtime.leaves import in_mode, leaves
 from fxpipe.runtime.manifest import InputSpec, Manifest, OutputSpec, TensorSpec
-from fxpipe.runtime.structure import in_mode, leaves, tensors_of
+from fxpipe.runtime.structure import tensors_of
 
 
 def bind(manifest: Manifest, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor]:
     """The tensors of a call in the order of `manifest.inputs`. Raises InputError."""
-    names = manifest.signature
-    if len(args) > len(names):
+    names = [name for name in manifest.signature if not name.startswith("*")]
+    rest = next((name for name in manifest.signature if name.startswith("*")), None)
+    placed = names if rest is None else names[: manifest.signature.index(rest)]
+    if len(args) > len(placed) and rest is None:
         raise InputError(
             f"{len(args)} positional inputs were given, {manifest.model}'s forward takes "
             f"{len(names)}: {', '.join(names)}"
         )
-    given = dict(zip(names, args, strict=False))
+    given = dict(zip(placed, args, strict=False))
+    if rest is not None:
+        given[rest[1:]] = tuple(args[len(placed) :])
     for name, value in kwargs.items():
         if name in given:
             raise InputError(f"{name!r} was given twice, by position and by name")

@@ -18,6 +18,7 @@ from fxpipe.runtime.closure import running
 from fxpipe.runtime.copy import Links, new_copy_streams
 from fxpipe.runtime.end import End, LossFn, Objective
 from fxpipe.runtime.lanes import Lanes
+from fxpipe.runtime.leaves import in_mode
 from fxpipe.runtime.manifest import Manifest, there
 from fxpipe.runtime.portal import CALLER, Wire, Wires, source_of
 from fxpipe.runtime.random import RandomStream, microbatch_seeds
@@ -25,7 +26,7 @@ from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.state import State
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import Stream
-from fxpipe.runtime.structure import Structure, in_mode, rebuild
+from fxpipe.runtime.structure import Structure, rebuild
 from fxpipe.runtime.weight_files import WeightFiles
 from fxpipe.schedule import Action, Schedule
 

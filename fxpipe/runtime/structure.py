@@ -47,48 +47,21 @@ def tensors_of(structure: Structure, obj: Any) -> list[Tensor]:
     return tensors
 
 
-def in_mode(structure: Structure, training: bool) -> Structure:
-    """The structure in train or in eval mode."""
-    if "train" not in structure:
-        return structure
-    found: Structure = structure["train" if training else "eval"]
-    return found
-
-
-def leaves(structure: Structure, path: str = "") -> list[tuple[str, int]]:
-    """Where each tensor sits, as in `.hidden[0]`, and its number, in the order of `describe`."""
+def tensors_at(structure: Structure, value: Any) -> list[Tensor]:
+    """The tensors of `value` where `structure` has some; what else it holds is not looked at."""
     kind, inner = next(iter(structure.items()))
     if kind == "tensor":
-        return [(path, inner)]
+        return [value]
     if kind in ("tuple", "list"):
-        children = [(f"[{k}]", child) for k, child in enumerate(inner)]
+        parts = [(child, value[k]) for k, child in enumerate(inner)]
     elif kind in ("dict", "items"):
-        children = [(f"[{key!r}]", child) for key, child in dict(inner).items()]
+        parts = [(child, value[key]) for key, child in dict(inner).items()]
     elif kind in ("class", "object"):
         fields = structure["fields" if kind == "class" else "attributes"]
-        children = [(f".{name}", child) for name, child in fields.items()]
+        parts = [(child, getattr(value, name)) for name, child in fields.items()]
     else:
         return []
-    return [leaf for step, child in children for leaf in leaves(child, path + step)]
-
-
-def places(structure: Structure) -> list[int]:
-    """The numbers of the tensors of a structure of one mode, in the order of `describe`."""
-    return [number for _, number in leaves(structure)]
-
-
-def renumbered(node: Any, numbers: Sequence[int]) -> Any:
-    """The same structure with the number `numbers[k]` in the place of k."""
-    if isinstance(node, list):
-        return [renumbered(child, numbers) for child in node]
-    if not isinstance(node, dict):
-        return node
-    return {
-        key: numbers[child]
-        if key in ("tensor", "dtype", "device") and isinstance(child, int)
-        else renumbered(child, numbers)
-        for key, child in node.items()
-    }
+    return [tensor for child, part in parts for tensor in tensors_at(child, part)]
 
 
 def rebuild(structure: Structure, tensors: Sequence[Any]) -> Any:
