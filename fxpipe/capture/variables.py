@@ -13,7 +13,8 @@ from torch import fx, nn
 
 from fxpipe.capture.simplify import named_by_user, word_of
 from fxpipe.ir import Op
-from fxpipe.runtime.structure import Structure, leaves
+from fxpipe.runtime.leaves import leaves
+from fxpipe.runtime.structure import Structure
 
 # What shows the same values in another form keeps their name.
 _SAME = {
