@@ -122,6 +122,8 @@ def _manifest(
         model=capture.model_name,
         fingerprint=capture.fingerprint,
         batch=capture.batch,
+        sizes=dict(capture.sizes),
+        conditions=capture.conditions,
         microbatches=plan.schedule.n_microbatches,
         schedule=plan.schedule_name,
         devices=devices,

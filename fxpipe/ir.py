@@ -67,11 +67,13 @@ class Capture:
 
     `get_attr` nodes read `state` under the model's own names; calls of stock `torch.nn` modules
     are `call_module` nodes on `modules`; `tree` has every module by path. A node that computes a
-    size is in `literals`, as Python text in terms of `batch`, and every other one but placeholders
-    is in `ops`. `outputs` are the values of the output's tensors in the order of
-    `output_structure`. `aliases` maps each further name of a tied parameter to its first; `saved`
-    are the names that a state_dict has; `functions` is the text of a module that defines the custom
-    autograd.Functions whose `apply` the graph calls; `dtype` is that of the model's parameters.
+    size is in `literals`, as Python text in terms of `batch` and the names in `sizes`, and every
+    other one but placeholders is in `ops`. `outputs` are the values of the output's tensors in the
+    order of `output_structure`. `aliases` maps each further name of a tied parameter to its first;
+    `saved` are the names that a state_dict has; `functions` is the text of a module that defines
+    the custom autograd.Functions whose `apply` the graph calls; `dtype` is that of the model's
+    parameters. `sizes` are the traced values of the inputs' other sizes that are left open, such
+    as `length`, and `conditions` say, as Python text, for which others the graph holds.
     """
 
     model_name: str
@@ -92,6 +94,8 @@ class Capture:
     functions: str
     dtype: torch.dtype
     batch: int
+    sizes: Mapping[str, int]
+    conditions: tuple[str, ...]
     fingerprint: str
     checked: str
 

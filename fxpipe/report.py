@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 def package_json(manifest: Manifest, edits: Edits) -> dict[str, Any]:
     """The facts of `package_table`. Times and bytes of a stage are of one micro-batch."""
-    rows = _rows(manifest)
     return {
         "model": manifest.model,
         "batch": manifest.batch,
@@ -56,7 +55,7 @@ def package_json(manifest: Manifest, edits: Edits) -> dict[str, Any]:
                 "portal": port.portal,
                 "dtype": port.spec.dtype,
                 "shape": list(port.spec.shape),
-                "bytes": port.spec.bytes(rows),
+                "bytes": port.spec.bytes(_sizes(manifest)),
             }
             for j, stage in enumerate(manifest.stages)
             for port in stage.inputs
@@ -131,7 +130,7 @@ def _values(manifest: Manifest) -> Table:
                     str(port.source),
                     str(j),
                     escape(str(port.spec)),
-                    bytes_text(port.spec.bytes(_rows(manifest))),
+                    bytes_text(port.spec.bytes(_sizes(manifest))),
                     "portal" if port.portal else "",
                 )
     return table
@@ -248,10 +247,15 @@ def _rows(manifest: Manifest) -> int:
     return math.ceil(manifest.batch / manifest.microbatches)
 
 
+def _sizes(manifest: Manifest) -> dict[str, int]:
+    """Those of the largest micro-batch."""
+    return {**manifest.sizes, "batch": _rows(manifest)}
+
+
 def _count(manifest: Manifest, stage: StageSpec) -> int:
     """Numbers in the stage's parameters, a tied one counted once."""
     specs = {state.name: state.spec for state in manifest.state}
-    return sum(math.prod(specs[name].sizes(1)) for name in _first_names(manifest, stage))
+    return sum(math.prod(specs[name].sizes({})) for name in _first_names(manifest, stage))
 
 
 def _shared(manifest: Manifest) -> dict[str, tuple[int, ...]]:

@@ -1,15 +1,16 @@
-"""What is known of each value before it is computed: shapes and sizes as expressions in `batch`."""
+"""What is known of each value before it is computed: shapes and sizes, as text in named sizes."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._sympy.printers import PythonPrinter
 
-from fxpipe.runtime.manifest import TensorSpec
+from fxpipe.runtime.manifest import UNKNOWN, TensorSpec
 
 SIZES = ("batch", "length", "depth", "height", "width")  # and `length_2`, where there are two
+_HARD = re.compile(rf"{UNKNOWN}|%|\*\*|[a-z]\(|==|<|>")  # what a person would not compute anew
 _NAME = re.compile(rf"\b(?:{'|'.join(SIZES)})(?:_\d+)?\b")
 
 
@@ -23,34 +24,32 @@ def where_told(spec: TensorSpec, name: str) -> tuple[int, int] | None:
     if name in spec.shape:
         return spec.shape.index(name), 1
     for place, dim in enumerate(spec.shape):
-        factor, _, rest = str(dim).partition("*")
+        factor, _, rest = str(dim).partition(" * ")
         if rest == name and factor.isdecimal():
             return place, int(factor)
     return None
 
 
-def tensor_spec(value: Tensor) -> TensorSpec:
-    """Shape, dtype and gradient of a real or fake tensor."""
-    shape = tuple(dim if isinstance(dim, int) else size_expression(dim) for dim in value.shape)
+def tensor_spec(value: Tensor, write: Callable[[Any], str | None] = str) -> TensorSpec:
+    """Shape, dtype and gradient of a real or fake tensor; `write` gives the text of a symbol."""
+    shape = tuple(_size(dim, write) for dim in value.shape)
     return TensorSpec(shape, str(value.dtype).removeprefix("torch."), value.requires_grad)
 
 
-def size_expression(size: torch.SymInt) -> int | str:
-    """A symbolic size as text, its one symbol called `batch`."""
-    expression = size.node.expr
-    if expression.is_Integer:
-        return int(expression)
-    (symbol,) = expression.free_symbols
-    renamed = expression.subs(symbol, type(symbol)("batch", integer=True, positive=True))
-    return str(PythonPrinter().doprint(renamed))
+def _size(dim: int | torch.SymInt, write: Callable[[Any], str | None]) -> int | str:
+    if isinstance(dim, int):
+        return dim
+    expression = dim.node.expr
+    return int(expression) if expression.is_Integer else write(expression) or UNKNOWN
 
 
-def literal(value: Any) -> str | None:
-    """A value that is no tensor as Python text in terms of `batch`; None if it can't be written."""
+def literal(value: Any, write: Callable[[Any], str | None]) -> str | None:
+    """A value that is no tensor as Python text in terms of sizes; None if it can't be written."""
     if isinstance(value, torch.SymInt):
-        return str(size_expression(value))
+        text = str(_size(value, write))
+        return None if _HARD.search(text) else text
     if isinstance(value, torch.Size | tuple | list):
-        items = [literal(item) for item in value]
+        items = [literal(item, write) for item in value]
         if any(item is None for item in items):
             return None
         inner = ", ".join(str(item) for item in items)

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from fxpipe.difference import Difference, compare
 from fxpipe.errors import InputError
 from fxpipe.runtime import Pipeline, Runner, load
+from fxpipe.runtime.fit import sizes_of
 from fxpipe.runtime.leaves import in_mode, places
 from fxpipe.runtime.manifest import Manifest, TensorSpec
-from fxpipe.runtime.microbatch import merged_dim, unmergeable
+from fxpipe.runtime.microbatch import bind, merged_dim, unmergeable
 from fxpipe.runtime.random import microbatch_seeds
 from fxpipe.runtime.structure import describe, rebuild
 from fxpipe.target import Target
@@ -212,7 +213,7 @@ class _Case:
             return self.loss(output, self.whole.wanted)
         specs = self._specs(training=True)
         divided = [
-            torch.split(tensor, [spec.sizes(part.rows)[dim] for part in self.parts], dim)
+            torch.split(tensor, [spec.sizes(self._sizes(part))[dim] for part in self.parts], dim)
             for tensor, spec, dim in zip(tensors, specs, dims, strict=True)
             if dim is not None
         ]
@@ -224,6 +225,10 @@ class _Case:
 
     def _share(self, part: _MicroBatch) -> float:
         return part.rows / self.whole.rows
+
+    def _sizes(self, part: _MicroBatch) -> dict[str, int]:
+        given = bind(self.manifest, part.args, part.kwargs)
+        return sizes_of(self.manifest, given) | {"batch": part.rows}
 
     def _specs(self, training: bool) -> list[TensorSpec]:
         """Of each output tensor, what is known of it."""

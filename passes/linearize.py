@@ -169,7 +169,7 @@ def _chain(capture: Capture, profile: Profile, blocks: Sequence[Sequence[str]]) 
         consumers = tuple(sorted(readers.get(name, set()) - {producer}))
         if consumers and name in capture.specs:
             spec = capture.specs[name]
-            n_bytes = spec.bytes(profile.batch)
+            n_bytes = spec.bytes({**capture.sizes, "batch": profile.batch})
             values.append(Value(name, n_bytes, producer, consumers, spec.requires_grad))
     return Chain(
         blocks=tuple(_block(capture, profile, [nodes[name] for name in block]) for block in blocks),

@@ -7,6 +7,7 @@ next one it is a portal (torchgpipe, section 3.3): nothing is copied to the stag
 from itertools import pairwise
 
 from fxpipe.ir import Capture, Chain, Plan, Port, StageWiring, Wiring
+from fxpipe.specs import sizes_in, where_told
 
 
 def wire(capture: Capture, chain: Chain, plan: Plan) -> Wiring:
@@ -39,20 +40,22 @@ def wire(capture: Capture, chain: Chain, plan: Plan) -> Wiring:
 def _taken(capture: Capture, ops: set[str]) -> list[str]:
     """The values that `ops` read from outside, in the order of their first use.
 
-    A stage that computes with the batch size needs a value to read it from: if nothing else tells
-    it, the first of the model's inputs does.
+    A stage that computes with a size such as `batch` needs a value to read it from: if nothing else
+    tells it, the first of the model's inputs that has it does.
     """
     taken: dict[str, None] = {}
-    sized = False
+    sizes: dict[str, None] = {}
     for node in capture.graph.nodes:
         if node.name not in ops:
             continue
         for used in node.all_input_nodes:
             if used.name in capture.specs and used.op != "get_attr" and used.name not in ops:
                 taken[used.name] = None
-            sized = sized or "batch" in capture.literals.get(used.name, "")
+            sizes.update(dict.fromkeys(sizes_in(capture.literals.get(used.name, ""))))
     telling = [name for name in taken if capture.mode(name) == "both"]
-    if sized and not any("batch" in str(capture.specs[name]) for name in telling):
-        first = next(given.name for given in capture.inputs if given.batched)
-        return [first, *taken]
-    return list(taken)
+    given: dict[str, None] = {}
+    for size in sizes:
+        if not any(where_told(capture.specs[name], size) for name in [*given, *telling]):
+            has = (i.name for i in capture.inputs if where_told(capture.specs[i.name], size))
+            given[next(has)] = None
+    return [*given, *(name for name in taken if name not in given)]

@@ -28,8 +28,8 @@ def test_shapes_are_expressions_in_the_batch():
 
     captured = capture(Folded(), (torch.randn(4, 6),), {})
     (output,) = captured.outputs
-    assert str(captured.specs[output]) == "float32[2*batch, 3]"
-    assert captured.specs[output].sizes(5) == (10, 3)
+    assert str(captured.specs[output]) == "float32[2 * batch, 3]"
+    assert captured.specs[output].sizes({"batch": 5}) == (10, 3)
 
 
 def test_a_batch_of_one_is_not_taken_for_a_constant():

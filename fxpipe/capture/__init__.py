@@ -5,6 +5,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,18 +19,20 @@ from fxpipe.capture.functions import Functions
 from fxpipe.capture.graph import own_graph
 from fxpipe.capture.inputs import Form, batch_of, bind, copies, flat_inputs, input_names, with_rows
 from fxpipe.capture.modes import depends_on_mode, merge_modes
-from fxpipe.capture.names import model_names
+from fxpipe.capture.names import ModelNames, model_names
+from fxpipe.capture.region import Region
 from fxpipe.capture.simplify import simplify
+from fxpipe.capture.sizes import Sizes, describe_sizes, elsewhere, resized, together
 from fxpipe.capture.stock_calls import call_stock_modules
 from fxpipe.capture.variables import name_values
-from fxpipe.errors import InputError
+from fxpipe.errors import CaptureError, InputError
 from fxpipe.interpret import model_dtype, untouched
 from fxpipe.ir import Capture, Input, Op
 from fxpipe.memory import faked, lacks_memory
 from fxpipe.regions import PLAIN, REGION
 from fxpipe.runtime.manifest import TensorSpec
 from fxpipe.runtime.structure import Structure, describe, rebuild
-from fxpipe.specs import literal, tensor_spec
+from fxpipe.specs import tensor_spec
 
 __all__ = ["capture", "flat_inputs"]
 
@@ -37,6 +40,7 @@ __all__ = ["capture", "flat_inputs"]
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
     """Trace `model` in train mode on example inputs, the batch (dimension 0) left open.
 
+    Other sizes of inputs are left open too where the model takes any, such as a sequence's length.
     A tensor whose dimension 0 is as long as that of the first one with more than one row is a batch
     of rows; others go whole to each micro-batch. Parameters, buffers, random state and train flags
     are as before afterwards. A model without memory is captured as well, though no values can be
@@ -49,8 +53,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     batch, batched = batch_of(tensors)
     if batch == 1:  # a size of 1 would be taken for a constant
         tensors = with_rows(tensors, batched, [0, 0])
-    names = model_names(model)
-    with untouched(model, names.state):
+    with untouched(model, model_names(model).state):
         model.train()
         with contextlib.ExitStack() as stack:
             another = functools.partial(copies, tensors)
@@ -61,50 +64,23 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             before = dict(model.named_buffers(remove_duplicate=False))
             outputs = _outputs_by_mode(model, form, lambda: rebuild(input_structure, another()))
             refuse_new_buffers(model, before)
-        flat = FlatModel(model, form, input_structure, outputs)
-        inputs = input_names(input_structure)
-        functions = Functions()
-
-        def trace(
-            flat: FlatModel, tensors: Sequence[Tensor]
-        ) -> tuple[fx.Graph, dict[str, nn.Module]]:
-            with faked(flat) if memoryless else contextlib.nullcontext():
-                own = flat.model is model and not memoryless
-                own_names = names if own else model_names(flat.model)
-                found = dynamo_graph(flat, tensors, batched)
-                graph = own_graph(found, own_names, inputs, functions)
-            if flat.model is model:
-                names.add_constants_of(own_names)
-            return graph, call_stock_modules(graph, flat.model)
-
-        graph, modules = trace(flat, tensors)
-        open_dtypes(graph, flat, tensors, trace)
-        if "eval" in outputs:
-            more, outputs = merge_modes(graph, flat, tensors, trace)
-            modules.update(more)
-    one_more = with_rows(tensors, batched, [*range(max(batch, 2)), 0])
-    kind = CallCheck if memoryless else Check
-    check = kind(flat, graph, modules, names.state, one_more, outputs)
-    found = check.run()
-    by_mode = "eval" not in flat.outputs and (
-        not found.identical_in_eval or (not memoryless and depends_on_mode(graph, found.ops))
-    )
-    if by_mode:
-        with untouched(model, names.state):
-            modules.update(merge_modes(graph, flat, tensors, trace)[0])
-    # What ops write is known only where they ran on real data.
-    if (not memoryless and simplify(graph, found.ops)) or by_mode:
-        found = check.run()
-    evaluates = found.agrees_in_eval and ("eval" in outputs) == ("eval" in flat.outputs)
-    _drop_dead(graph, found.ops)
+    flat = FlatModel(model, form, input_structure, outputs)
+    inputs = input_names(input_structure)
+    try:
+        free = not memoryless and not isinstance(model, Region)
+        traced = _trace(flat, tensors, batched, inputs, free=free)
+    except Exception:  # the model is too much for symbols, or is wrong: the next one tells
+        traced = _trace(flat, tensors, batched, inputs, free=False)
+    graph, names, outputs = traced.graph, traced.names, traced.outputs
+    _drop_dead(graph, traced.found.ops)
     tree = dict(model.named_modules(remove_duplicate=False))
-    ops = name_values(graph, found.ops, tree, outputs)
+    ops = name_values(graph, traced.found.ops, tree, outputs)
     literals, specs = _describe_values(graph)
     live = {node.name for node in graph.nodes if node.name in specs or node.name not in literals}
     return Capture(
         model_name=type(model).__name__,
         graph=graph,
-        modules=modules,
+        modules=traced.modules,
         tree=tree,
         ops={name: op for name, op in ops.items() if name in live},
         literals=literals,
@@ -119,11 +95,13 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         state=names.state,
         aliases=names.aliases,
         saved=names.saved,
-        functions=functions.text,
+        functions=traced.functions.text,
         dtype=model_dtype(model),
         batch=batch,
+        sizes={name: n for name, n in traced.sizes.values.items() if name != "batch"},
+        conditions=traced.sizes.conditions,
         fingerprint=_fingerprint(graph, specs),
-        checked=_checked(found, evaluates, memoryless),
+        checked=_checked(traced.found, traced.evaluates, memoryless),
     )
 
 
@@ -147,6 +125,78 @@ def _outputs_by_mode(
         evaluation = training
     model.train()
     return training if evaluation == training else {"train": training, "eval": evaluation}
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """A graph that the numeric check has passed, and what was found on the way."""
+
+    graph: fx.Graph
+    modules: dict[str, nn.Module]
+    names: ModelNames
+    functions: Functions
+    sizes: Sizes
+    outputs: Structure
+    found: Checked
+    evaluates: bool
+
+
+def _trace(
+    flat: FlatModel,
+    tensors: Sequence[Tensor],
+    batched: Sequence[bool],
+    inputs: Sequence[str],
+    *,
+    free: bool,
+) -> _Traced:
+    """Trace in train mode, and where needed in another dtype and in eval mode; then check.
+
+    If `free`, all sizes of inputs are left open that the model leaves open. Raises CaptureError,
+    then also if the graph does not hold for other sizes.
+    """
+    model, outputs = flat.model, flat.outputs
+    memoryless = lacks_memory(model)
+    names, functions = model_names(model), Functions()
+    sizes: list[Sizes] = []
+
+    def trace(flat: FlatModel, tensors: Sequence[Tensor]) -> tuple[fx.Graph, dict[str, nn.Module]]:
+        with faked(flat) if memoryless else contextlib.nullcontext():
+            own = flat.model is model and not memoryless
+            own_names = names if own else model_names(flat.model)
+            found = dynamo_graph(flat, tensors, batched, free=free)
+            graph = own_graph(found, own_names, inputs, functions)
+        if flat.model is model:
+            names.add_constants_of(own_names)
+        sizes.append(describe_sizes(graph, tensors, batched))
+        if sizes[-1].shapes != sizes[0].shapes:
+            raise CaptureError("another dtype or mode leaves other sizes open")
+        return graph, call_stock_modules(graph, flat.model)
+
+    with untouched(model, names.state):
+        flat.train()
+        graph, modules = trace(flat, tensors)
+        open_dtypes(graph, flat, tensors, trace)
+        if "eval" in outputs:
+            more, outputs = merge_modes(graph, flat, tensors, trace)
+            modules.update(more)
+    there = elsewhere(sizes[0])
+    kind = CallCheck if memoryless else Check
+    given = resized(tensors, sizes[0], there)
+    check = kind(flat, graph, modules, names.state, given, outputs)
+    found = check.run()
+    by_mode = "eval" not in flat.outputs and (
+        not found.identical_in_eval or (not memoryless and depends_on_mode(graph, found.ops))
+    )
+    if by_mode:
+        with untouched(model, names.state):
+            modules.update(merge_modes(graph, flat, tensors, trace)[0])
+    # What ops write is known only where they ran on real data.
+    if (not memoryless and simplify(graph, found.ops)) or by_mode:
+        found = check.run()
+    evaluates = found.agrees_in_eval and ("eval" in outputs) == ("eval" in flat.outputs)
+    if len(there) > 1 and not evaluates:
+        raise CaptureError("eval mode may not leave open what train mode does")
+    return _Traced(graph, modules, names, functions, together(sizes), outputs, found, evaluates)
 
 
 def _call(model: nn.Module, form: Form, given: dict[str, Any]) -> Any:
@@ -174,9 +224,9 @@ def _describe_values(graph: fx.Graph) -> tuple[dict[str, str], dict[str, TensorS
     specs: dict[str, TensorSpec] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
-        text = node.meta.get("text") or literal(value)
+        text = node.meta.get("text") or node.meta.get("size")
         if isinstance(value, Tensor):
-            specs[node.name] = tensor_spec(value)
+            specs[node.name] = node.meta.get("spec") or tensor_spec(value)
         elif text is not None:
             literals[node.name] = text
     return literals, specs

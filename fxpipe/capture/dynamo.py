@@ -7,15 +7,19 @@ import re
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from sympy import preorder_traversal
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from fxpipe.capture.inputs import Form
 from fxpipe.capture.region import Region
@@ -25,6 +29,12 @@ from fxpipe.runtime.structure import Structure, assemble, imported, tensors_at
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _HERE = str(Path(__file__).parent.parent) + os.sep
+_EFFORT, _LONGEST, _DEEPEST = 100_000, 1000, 3
+_TALKATIVE = (  # print their own account of what we raise
+    "torch._guards",
+    "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.symbolic_shapes",
+)
 _SETTINGS: dict[str, Any] = {
     "allow_rnn": True,
     "ignore_logging_functions": {print, warnings.warn, logging.Logger.warning},
@@ -50,9 +60,12 @@ class FlatModel(nn.Module):
         return self.form.call(self.model, assemble(self.inputs, tensors))
 
 
-def dynamo_graph(model: FlatModel, tensors: Sequence[Tensor], batched: Sequence[bool]) -> fx.Graph:
+def dynamo_graph(
+    model: FlatModel, tensors: Sequence[Tensor], batched: Sequence[bool], *, free: bool
+) -> fx.Graph:
     """The torch-level graph of `model`, dimension 0 of all batched tensors one symbol.
 
+    If `free`, so is each other dimension that the model does not ask to have its size.
     Returns the graph inside its GraphModule (`graph.owning_module`), which holds the model's own
     parameters and buffers by reference. Raises CaptureError with the user's line. A region has been
     traced already.
@@ -67,6 +80,9 @@ def dynamo_graph(model: FlatModel, tensors: Sequence[Tensor], batched: Sequence[
     rows = [tensor for tensor, is_batched in zip(tensors, batched, strict=True) if is_batched]
     for tensor in rows:
         torch._dynamo.mark_dynamic(tensor, 0)
+    for tensor, is_batched in zip(tensors, batched, strict=True):
+        for k in range(1 if is_batched else 0, tensor.dim() if free else 0):
+            torch._dynamo.maybe_mark_dynamic(tensor, k)
     torch._dynamo.reset()
 
     class OneBatch(nn.Module):
@@ -82,9 +98,10 @@ def dynamo_graph(model: FlatModel, tensors: Sequence[Tensor], batched: Sequence[
                 torch._check(size == sizes[0])  # type: ignore[no-untyped-call]
             return self.flat(*tensors)  # type: ignore[no-any-return]
 
-    guards = logging.getLogger("torch._guards")  # prints its own account of what we raise
-    level = guards.level
-    guards.setLevel(logging.CRITICAL)
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         with (
             torch._dynamo.config.patch(_SETTINGS),
@@ -92,20 +109,51 @@ def dynamo_graph(model: FlatModel, tensors: Sequence[Tensor], batched: Sequence[
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # what tracing got wrong, the numeric check finds
-            with _functions_as_ops():
+            symbols = _distinct_symbols() if free else nullcontext()
+            with _functions_as_ops(), symbols:
                 module = _dynamo_graph_capture_for_export(OneBatch())(*tensors)
     except ConstraintViolationError as error:
         raise CaptureError(_frozen_batch(str(error), len(rows[0]))) from error
     except TorchDynamoException as error:
         raise CaptureError(_unsupported(error)) from error
     finally:
-        guards.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
     return module.graph
 
 
 def _no_guard(_parts: list[str], _arguments: str) -> tuple[str, str]:
     """Stands in for Dynamo's text of shape guards: a third of the time, for what nobody calls."""
     return "", "def ___make_guard_fn(*_): return lambda L: True"
+
+
+@contextmanager
+def _distinct_symbols() -> Iterator[None]:
+    """Dimensions of equal size are not taken for one, and long reasoning about sizes is an error.
+
+    torch's algebra takes minutes where windows are padded to multiples (Swin). What stands for the
+    effort is the length of the expressions compared. Private to torch: tests/test_private.py.
+    """
+    evaluate = ShapeEnv._maybe_evaluate_static
+    effort = 0
+
+    @wraps(evaluate)
+    def bounded(self: ShapeEnv, expression: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal effort
+        effort += sum(1 for _ in islice(preorder_traversal(expression), _LONGEST))
+        if effort > _EFFORT or _nesting(expression) > _DEEPEST:
+            raise RuntimeError("sizes are compared by expressions that are too long")
+        return evaluate(self, expression, *args, **kwargs)
+
+    distinct = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    with distinct, patch.object(ShapeEnv, "_maybe_evaluate_static", bounded):
+        yield
+
+
+def _nesting(expression: Any) -> int:
+    """How deep divisions and remainders stand in each other."""
+    inside = max(map(_nesting, expression.args), default=0)
+    return inside + isinstance(expression, FloorDiv | Mod | PythonMod)
 
 
 @contextmanager

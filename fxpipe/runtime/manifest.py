@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import math
 import re
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from fxpipe.errors import PackageError
 from fxpipe.runtime.structure import Structure
 
 FORMAT = 1
+UNKNOWN = "unknown"  # a size that depends on what the tensors hold
 
 # The modes in which a value is there.
 Mode = typing.Literal["both", "train", "eval"]
@@ -21,22 +24,23 @@ Mode = typing.Literal["both", "train", "eval"]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, dtype and gradient of a value; a dimension is a number or an expression in `batch`."""
+    """Shape, dtype and gradient of a value.
+
+    A dimension is a number or an expression in named sizes, such as `batch` and `length`.
+    """
 
     shape: tuple[int | str, ...]
     dtype: str
     requires_grad: bool = False
 
-    def sizes(self, batch: int) -> tuple[int, ...]:
-        """The shape with `batch` rows."""
-        return tuple(dim if isinstance(dim, int) else _size(dim, batch) for dim in self.shape)
+    def sizes(self, values: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape where the named sizes have these values."""
+        return tuple(dim if isinstance(dim, int) else size(dim, values) for dim in self.shape)
 
-    def bytes(self, batch: int) -> int:
-        """Bytes of the value with `batch` rows."""
-        n_elements = 1
-        for size in self.sizes(batch):
-            n_elements *= size
-        return n_elements * self.torch_dtype.itemsize
+    def bytes(self, values: Mapping[str, int]) -> int:
+        """Bytes where the named sizes have these values, and unknown ones the batch's."""
+        known = {UNKNOWN: values["batch"], **values}
+        return math.prod(self.sizes(known)) * self.torch_dtype.itemsize
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -142,9 +146,11 @@ class Manifest:
     """All that the runtime must know of a package besides its stage files and schedule.csv.
 
     `signature` are the names of the model's forward parameters in order; `input_structure`
-    describes the dict of those that were given. `batch` is the batch it was planned for. `checked`
-    says in which modes the captured graph was found equal to the model: "train and eval", "train",
-    either with ", by the calls of torch alone" behind it for a model without memory, or "nothing".
+    describes the dict of those that were given. `batch` is the batch it was planned for, `sizes`
+    are those of the inputs' other open sizes; `conditions` say which others the model takes.
+    `checked` says in which modes the captured graph was found equal to the model: "train and eval",
+    "train", either with ", by the calls of torch alone" behind it for a model without memory, or
+    "nothing".
     """
 
     format: int
@@ -153,6 +159,8 @@ class Manifest:
     model: str
     fingerprint: str
     batch: int
+    sizes: dict[str, int]
+    conditions: tuple[str, ...]
     microbatches: int
     schedule: str
     devices: tuple[str, ...]
@@ -204,10 +212,26 @@ def there(mode: Mode, training: bool) -> bool:
     return mode == "both" or (mode == "train") is training
 
 
-def _size(expression: str, batch: int) -> int:
-    if not re.fullmatch(r"(batch|[0-9+*/() -])+", expression):
-        raise PackageError(f"{expression!r} is no size: write an expression in batch")
-    return int(eval(expression, {"__builtins__": {}}, {"batch": batch}))
+def size(expression: str, values: Mapping[str, int]) -> int:
+    """A size where the named sizes have these values. Raises PackageError."""
+    return int(_evaluated(expression, values))
+
+
+def holds(condition: str, values: Mapping[str, int]) -> bool:
+    """Whether a comparison of sizes is met. Raises PackageError."""
+    return bool(_evaluated(condition, values))
+
+
+def _evaluated(expression: str, values: Mapping[str, int]) -> Any:
+    known = {"__builtins__": {}, "max": max, "min": min, **values}
+    try:
+        if not re.fullmatch(r"[\w+*/%()<>=!, -]+", expression) or "__" in expression:
+            raise ValueError("it is no arithmetic")
+        return eval(expression, known)
+    except (NameError, SyntaxError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise PackageError(
+            f"{expression!r} is no size: write an expression in {', '.join(values)} ({error})"
+        ) from error
 
 
 def _read(kind: Any, data: Any, where: str) -> Any:

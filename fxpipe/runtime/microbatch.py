@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError
+from fxpipe.runtime.fit import misfits
 from fxpipe.runtime.leaves import in_mode, leaves
-from fxpipe.runtime.manifest import InputSpec, Manifest, OutputSpec, TensorSpec
+from fxpipe.runtime.manifest import Manifest, OutputSpec, TensorSpec
 from fxpipe.runtime.structure import tensors_of
 
 
@@ -61,7 +62,7 @@ def rows_of(manifest: Manifest, tensors: Sequence[Tensor], m: int) -> list[int]:
         spec.value: tensor.size(0) for spec, tensor in pairs if spec.batched and tensor.dim()
     }
     batch = next(iter(batches.values()), None)
-    broken = [message for spec, tensor in pairs if (message := _misfit(spec, tensor, batch))]
+    broken = [*misfits(manifest, tensors)]
     if len(set(batches.values())) > 1:
         sizes = ", ".join(f"{name} has {size}" for name, size in batches.items())
         broken.append(f"batched inputs must have equally many rows: {sizes}")
@@ -167,17 +168,3 @@ def _piece(node: Any, start: int, end: int, batch: int) -> Any:
     if isinstance(node, Tensor):
         return node[start:end] if node.dim() and node.size(0) == batch else node
     return map_nested(lambda child: _piece(child, start, end, batch), node)
-
-
-def _misfit(spec: InputSpec, tensor: Tensor, batch: int | None) -> str | None:
-    expected = spec.spec.shape
-    sizes = expected if batch is None else spec.spec.sizes(batch)
-    first = 1 if spec.batched else 0
-    fits = tensor.dim() == len(expected) and all(
-        isinstance(want, str) or want == found
-        for want, found in zip(sizes[first:], tensor.shape[first:], strict=True)
-    )
-    if fits:
-        return None
-    shape = ", ".join(map(str, expected))
-    return f"input {spec.value!r} must have shape [{shape}], found {list(tensor.shape)}"

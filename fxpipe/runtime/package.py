@@ -191,7 +191,7 @@ def _state_rules(manifest: Manifest, spec: StageSpec, module: nn.Module) -> Iter
             if name not in known:
                 yield f"plan.json: {kind} {name!r} of {spec.file} is missing in state"
                 continue
-            shape = known[name].spec.sizes(1)
+            shape = known[name].spec.sizes({})
             if tuple(tensors[name].shape) != shape:
                 found = tuple(tensors[name].shape)
                 yield f"{spec.file}: {kind} {name!r} has shape {found}, plan.json says {shape}"
@@ -210,7 +210,7 @@ def _buffers(folder: Path, manifest: Manifest, broken: list[str]) -> dict[str, T
     except Exception as error:
         broken.append(f"buffers.pt can't be read: {error}")
         return {}
-    shapes = {state.name: state.spec.sizes(1) for state in manifest.state}
+    shapes = {state.name: state.spec.sizes({}) for state in manifest.state}
     for name, value in values.items():
         if name not in shapes:
             broken.append(f"buffers.pt has {name!r}, which plan.json does not list")

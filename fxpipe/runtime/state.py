@@ -109,7 +109,7 @@ class State:
     def _initial(self, spec: StateSpec) -> Tensor:
         uses = self._uses.get(_first_name(spec))
         if uses is None:
-            zeros = torch.zeros(spec.spec.sizes(1), dtype=spec.spec.torch_dtype)
+            zeros = torch.zeros(spec.spec.sizes({}), dtype=spec.spec.torch_dtype)
             tensor: Tensor = nn.Parameter(zeros, False) if spec.kind == "parameter" else zeros
         else:
             stage, name = uses[0]

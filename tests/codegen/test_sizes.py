@@ -3,7 +3,7 @@
 from fxpipe.codegen.sizes import size_lines
 from fxpipe.runtime.manifest import TensorSpec
 
-ROWS = ("rows", TensorSpec((3, "4*batch"), "float32"))
+ROWS = ("rows", TensorSpec((3, "4 * batch"), "float32"))
 IDS = ("ids", TensorSpec(("batch", "length"), "int64"))
 STATES = ("states", TensorSpec(("batch", "length", 64), "float32"))
 MASK = ("mask", TensorSpec(("batch", 1, "length", "length"), "bool"))

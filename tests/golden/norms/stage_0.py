@@ -1,7 +1,7 @@
 """Stage 0 of 2 of Norms, written by fxpipe.
 
-Takes x: float32[batch, 3, 8, 8] from the caller
-Returns x: float32[batch, 4, 8, 8]
+Takes x: float32[batch, 3, height, width] from the caller
+Returns x: float32[batch, 4, height, width]
 """
 
 import torch

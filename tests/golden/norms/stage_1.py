@@ -1,6 +1,6 @@
 """Stage 1 of 2 of Norms, written by fxpipe.
 
-Takes x: float32[batch, 4, 8, 8] from stage 0
+Takes x: float32[batch, 4, height, width] from stage 0
 Returns output: float32[batch, 2]
 """
 

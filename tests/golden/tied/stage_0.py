@@ -1,7 +1,7 @@
 """Stage 0 of 2 of Tied, written by fxpipe.
 
-Takes tokens: int64[batch, 5] from the caller
-Returns x: float32[batch, 5, 6]
+Takes tokens: int64[batch, length] from the caller
+Returns x: float32[batch, length, 6]
 """
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ class Stage0(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         # models.py
-        embed = self.embed(tokens)  # line 64: float32[batch, 5, 6]
+        embed = self.embed(tokens)  # line 64: float32[batch, length, 6]
 
         # body in models.py
         x = self.body[1](self.body[0](embed))  # line 64

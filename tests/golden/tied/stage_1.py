@@ -1,7 +1,7 @@
 """Stage 1 of 2 of Tied, written by fxpipe.
 
-Takes x: float32[batch, 5, 6] from stage 0
-Returns output: float32[batch, 5, 11]
+Takes x: float32[batch, length, 6] from stage 0
+Returns output: float32[batch, length, 11]
 """
 
 from torch import Tensor, nn
@@ -18,9 +18,9 @@ class Stage1(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # body in models.py
         # line 64: return self.head(self.body(self.embed(tokens)))
-        x = self.body["2"](x)  # float32[batch, 5, 6]
+        x = self.body["2"](x)  # float32[batch, length, 6]
 
         # models.py
         # line 64: return self.head(self.body(self.embed(tokens)))
-        output = self.head(x)  # float32[batch, 5, 11]
+        output = self.head(x)  # float32[batch, length, 11]
         return output
