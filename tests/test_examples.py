@@ -14,6 +14,7 @@ import torch
 from fxpipe import compiler, target
 from fxpipe.ir import CheckpointMode
 from fxpipe.package import Package
+from fxpipe.runtime import load
 from fxpipe.target import Target
 from fxpipe.verify import verify
 
@@ -94,3 +95,19 @@ def test_skips_go_by_portal(example, monkeypatch):
     ]
     assert all(jumps)
     assert bool(jumps) is (example.target.name.endswith(("unet.py", "gpt2.py")))
+
+
+def test_shards_that_transformers_wrote_are_loaded(example, tmp_path, monkeypatch):
+    model = example.target.build()
+    if not hasattr(model, "save_pretrained"):
+        pytest.skip("no model of transformers")
+    pipe = load(example.compile(2, monkeypatch).write(tmp_path / "out"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    model.save_pretrained(tmp_path / "trained", max_shard_size="10KB")
+    assert len(list((tmp_path / "trained").glob("*.safetensors"))) > 1
+    pipe.load_weights(tmp_path / "trained")
+    state = model.state_dict()
+    assert list(pipe.state_dict()) == list(state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in pipe.state_dict().items())

@@ -47,6 +47,24 @@ def test_training_with_an_optimizer_follows_the_plain_model(tmp_path):
             optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("name", TOYS)
+def test_what_a_step_changed_goes_into_the_plain_model_and_back(tmp_path, name):
+    toy = TOYS[name]
+    model, pipe = both(tmp_path, toy)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    pipe.step(*toy.inputs(), loss_fn=mean_loss)
+    optimizer.step()
+    trained = copy.deepcopy(pipe.state_dict())
+    torch.save(pipe.state_dict(), tmp_path / "trained.pt")
+    model.load_state_dict(torch.load(tmp_path / "trained.pt"), strict=True)
+    again = load(tmp_path).double()
+    again.load_state_dict(model.state_dict(), strict=True)
+    assert list(again.state_dict()) == list(trained)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in trained.items())
+    plain = model.state_dict()
+    assert all(torch.equal(plain[name], tensor) for name, tensor in trained.items())
+
+
 @pytest.mark.parametrize("name", ["chain", "tied", "normed"])
 def test_dtype_changes_keep_stages_and_tree_the_same_objects(tmp_path, name):
     toy = TOYS[name]
