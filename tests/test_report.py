@@ -124,8 +124,8 @@ def test_package_json_holds_the_same():
     assert facts["shared_parameters"] == {"embed.weight": [0, 2]}
 
 
-def verification(*differences: Difference) -> str:
-    result = Verification("float64", 8, 4, 1e-10, differences)
+def verification(*differences: Difference, notes: tuple[str, ...] = ()) -> str:
+    result = Verification("float64", 8, 4, 1e-10, differences, notes)
     return shown(report.verification_table(result))
 
 
@@ -143,6 +143,12 @@ def test_verification_names_the_worst():
     buffers          2   5.0e-01   2.5e-01  missing: c.bias
     differs: over 1e-10 relative (float64, batch 8 in 4 micro-batches)
     """)
+
+
+def test_verification_says_what_was_compared_in_another_way():
+    near = Difference("outputs", 3, 1e-13, 2e-14, "scores")
+    lines = verification(near, notes=("output.scores [batch, batch]: by micro-batch",)).split("\n")
+    assert lines[2] == "output.scores [batch, batch]: by micro-batch"
 
 
 def test_units_read_well():
