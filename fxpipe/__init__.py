@@ -17,10 +17,19 @@ if TYPE_CHECKING:
     from fxpipe.compiler import compile
     from fxpipe.memory import without_memory
     from fxpipe.package import Package
-    from fxpipe.runtime import Pipeline, Runner, load
+    from fxpipe.runtime import Pipeline, Runner, load, splice
 
 __version__ = "0.1.0"
-__all__ = ["Package", "Pipeline", "Runner", "compile", "errors", "load", "without_memory"]
+__all__ = [
+    "Package",
+    "Pipeline",
+    "Runner",
+    "compile",
+    "errors",
+    "load",
+    "splice",
+    "without_memory",
+]
 
 _HOMES = {
     "compile": "fxpipe.compiler",
@@ -29,6 +38,7 @@ _HOMES = {
     "Pipeline": "fxpipe.runtime",
     "Runner": "fxpipe.runtime",
     "without_memory": "fxpipe.memory",
+    "splice": "fxpipe.runtime",
 }
 
 

@@ -101,6 +101,13 @@ def compile_command(
     standalone: Annotated[
         bool, typer.Option("--standalone", help="Copy the runtime too: torch alone runs it.")
     ] = False,
+    allow_graph_breaks: Annotated[
+        bool,
+        typer.Option(
+            "--allow-graph-breaks",
+            help="If the model can't be captured as one graph, pipeline its largest part.",
+        ),
+    ] = False,
     as_json: Json = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show each pass's time and result.")
@@ -141,6 +148,7 @@ def compile_command(
                 checkpoint=checkpoint.value,
                 solver=solver.value,
                 profile=costs,
+                allow_graph_breaks=allow_graph_breaks,
                 progress=progress,
             )
         if save_profile is not None:
@@ -153,6 +161,8 @@ def compile_command(
             report.package_json(package.manifest, unedited),
             report.package_table(package.manifest, unedited),
         )
+        if package.manifest.part is not None:
+            _say(report.part_text(package.manifest.part))
         _say(f"wrote {out}")
 
 

@@ -1,5 +1,6 @@
 """The straight line from a model to a package, each pass in its place."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,10 +12,11 @@ from fxpipe.capture import capture as capture_model
 from fxpipe.capture import flat_inputs
 from fxpipe.codegen.emit import emit
 from fxpipe.devices import device_named
-from fxpipe.errors import InputError
+from fxpipe.errors import CaptureError, InputError
 from fxpipe.ir import Capture, CheckpointMode, Profile
 from fxpipe.memory import lacks_memory
 from fxpipe.package import Package
+from fxpipe.partial import largest_part
 from fxpipe.passes.analytic import analytic
 from fxpipe.passes.linearize import linearize
 from fxpipe.passes.partition import partition
@@ -34,6 +36,7 @@ def compile(
     checkpoint: str = "never",
     solver: str = "dp",
     profile: Profile | str | None = None,
+    allow_graph_breaks: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Package:
     """Compile `model`, called as `model(*args, **kwargs)`, into a pipeline of one stage a device.
@@ -45,13 +48,23 @@ def compile(
     out for that device, and a model built `without_memory()` needs that. `progress` is told each
     pass as it starts.
 
+    With `allow_graph_breaks`, a model that can't be captured as one graph gives a package of its
+    largest part that can: `manifest.part` names it, and `splice` puts it into the model.
+
     The model is left as it was. Raises an FxpipeError for whatever can't be done.
     """
     lanes = parse_devices(devices)
     _check_costs(model, profile)
     line = _Line(progress)
     with line("capture"):
-        captured = capture_model(model, args, kwargs or {})
+        part = None
+        try:
+            captured = capture_model(model, args, kwargs or {})
+        except CaptureError as error:
+            if not allow_graph_breaks:
+                raise
+            part = largest_part(model, args, kwargs or {}, error)
+            model, args, kwargs, captured = part.module, (), part.given, part.capture
     with line("profile"):
         inputs = flat_inputs(model, args, kwargs or {})
         if profile is None:
@@ -78,6 +91,8 @@ def compile(
         wiring = wire(captured, chain, plan)
     with line("emit"):
         manifest, files = emit(captured, profile, plan, wiring, devices=tuple(map(str, lanes)))
+    if part is not None:
+        manifest = dataclasses.replace(manifest, part=part.spec)
     return Package(manifest, captured, profile, chain, plan, wiring, files, line.seconds)
 
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fxpipe.edits import Edits
-from fxpipe.runtime.manifest import Manifest, StageSpec
+from fxpipe.runtime.manifest import Manifest, PartSpec, StageSpec
 
 if TYPE_CHECKING:
     from fxpipe.package import Package
@@ -210,6 +210,16 @@ def choice_text(asked: str, devices: Sequence[str], n_cuda: int) -> str:
     if set(devices) == {"cpu"} and asked.strip().isdigit():
         return f"{text}, since this machine has {_plural(n_cuda, 'CUDA device')}"
     return text
+
+
+def part_text(part: PartSpec) -> str:
+    """Which part of a model the package is of, and why it is not the whole."""
+    first, last = part.modules[0], part.modules[-1]
+    taken = first if first == last else f"{first} to {last}"
+    return (
+        f"took {taken}, {part.share:.0%} of the parameters: {part.broken_by}\n"
+        "the rest runs as it is: model = fxpipe.splice(model, fxpipe.load(...))"
+    )
 
 
 def devices_text(devices: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fxpipe.difference import Difference, compare
 from fxpipe.errors import InputError
+from fxpipe.loss import loss_of
 from fxpipe.runtime import Pipeline, Runner, load
 from fxpipe.runtime.fit import sizes_of
 from fxpipe.runtime.leaves import in_mode, places
@@ -23,6 +24,7 @@ from fxpipe.runtime.microbatch import bind, merged_dim, unmergeable
 from fxpipe.runtime.random import microbatch_seeds
 from fxpipe.runtime.structure import describe, rebuild
 from fxpipe.target import Target
+from fxpipe.verify_part import verify_part
 
 SEED = 0
 Named = Mapping[str, Tensor | None]
@@ -57,12 +59,21 @@ def verify(
 
     Training by `step()` and by `backward()`, then evaluation, with `batch` rows (by default what
     the package was planned for) in `dtype`, "float64" or "float32". Raises InputError,
-    TargetError, WeightsError and PackageError.
+    TargetError, WeightsError and PackageError. A package of a part of the model is spliced into it.
     """
     torch_dtype = getattr(torch, dtype)
-    plain = target.build().to(torch_dtype)
     pipe = load(package).to(torch_dtype)
     rows = pipe.manifest.batch if batch is None else batch
+    differences: list[Difference] = []
+
+    def note(group: str, found: Named, expected: Named) -> None:
+        differences.append(compare(group, found, expected, NEGLIGIBLE[dtype]))
+
+    if pipe.manifest.part is not None:
+        verify_part(pipe, target, rows, torch_dtype, SEED, note)
+        m = pipe.manifest.microbatches
+        return Verification(dtype, rows, m, TOLERANCE[dtype], tuple(differences))
+    plain = target.build().to(torch_dtype)
     case = _case(target, pipe.manifest, rows, torch_dtype)
     start = copy.deepcopy(plain.state_dict())
 
@@ -71,11 +82,6 @@ def verify(
         module.zero_grad()
         module.train(training)
         torch.manual_seed(SEED)
-
-    differences: list[Difference] = []
-
-    def note(group: str, found: Named, expected: Named) -> None:
-        differences.append(compare(group, found, expected, NEGLIGIBLE[dtype]))
 
     reset(plain, training=True)
     outputs = case.run_plain(plain)
@@ -197,13 +203,8 @@ class _Case:
         return Runner(m).step(closure, torch.arange(m))
 
     def loss(self, output: Any, wanted: Any) -> Tensor:
-        """The target file's loss; without one, a fixed weighted mean of each output tensor."""
-        if self.target.loss is not None:
-            return self.target.loss(output, wanted)
-        tensors = [tensor for tensor in describe(output)[1] if tensor.requires_grad]
-        if not tensors:
-            raise InputError(f"{self.target.name}: no output of the model needs a gradient")
-        return torch.stack([_weighted_mean(tensor) for tensor in tensors]).sum()
+        """The loss of one output."""
+        return loss_of(self.target, output, wanted)
 
     def _loss_of_whole(self, output: Any) -> Tensor:
         """The micro-batches' losses, weighted; of the whole where outputs can't be divided."""
@@ -270,15 +271,6 @@ def _case(target: Target, manifest: Manifest, rows: int, dtype: torch.dtype) -> 
 
     parts = tuple(map(microbatch, zip(*divided, strict=True), sizes))
     return _Case(target, manifest, microbatch(tensors, rows), parts)
-
-
-def _weighted_mean(tensor: Tensor) -> Tensor:
-    """Over rows a plain mean; within a row weighted, since a sum is constant after a softmax."""
-    if tensor.dim() == 0:
-        return tensor
-    row = tensor[:1]
-    weights = torch.arange(row.numel(), dtype=tensor.dtype, device=tensor.device).cos()
-    return (tensor * weights.view_as(row)).mean()
 
 
 def _mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:

@@ -17,6 +17,7 @@ PRIVATE = {
     "torch._dynamo.config.ignore_logging_functions": "capture/dynamo.py",
     "torch._dynamo.config.allow_rnn": "capture/dynamo.py",
     "torch.fx.experimental.symbolic_shapes.ConstraintViolationError": "capture/dynamo.py",
+    "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode": "capture/dynamo.py",
     "torch.ops.higher_order.tag_activation_checkpoint": "capture/graph.py",
     "torch.utils._python_dispatch.TorchDispatchMode": (
         "capture/calls.py, capture/observe.py, memory.py, roofline.py, runtime/random.py"

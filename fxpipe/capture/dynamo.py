@@ -18,7 +18,11 @@ import torch
 from sympy import preorder_traversal
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import (
+    ConstraintViolationError,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+)
 from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from fxpipe.capture.inputs import Form
@@ -114,7 +118,7 @@ def dynamo_graph(
                 module = _dynamo_graph_capture_for_export(OneBatch())(*tensors)
     except ConstraintViolationError as error:
         raise CaptureError(_frozen_batch(str(error), len(rows[0]))) from error
-    except TorchDynamoException as error:
+    except (TorchDynamoException, GuardOnDataDependentSymNode) as error:
         raise CaptureError(_unsupported(error)) from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):
@@ -232,7 +236,7 @@ def _frozen_batch(message: str, batch: int) -> str:
     )
 
 
-def _unsupported(error: TorchDynamoException) -> str:
+def _unsupported(error: Exception) -> str:
     frame = user_frame(getattr(error, "real_stack", None) or parse_stack(str(error)))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if line.startswith("Explanation:")] or lines[:1]

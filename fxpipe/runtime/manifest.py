@@ -142,6 +142,21 @@ class EstimateSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PartSpec:
+    """The part of a model that the package is of: `modules`, called one after the other.
+
+    Each further one takes as its `argument` what the one before gave, whose structure is `between`.
+    `share` of the model's parameters are in them; `broken_by` is why it is not the whole model.
+    """
+
+    modules: tuple[str, ...]
+    argument: str
+    between: Structure
+    share: float
+    broken_by: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """All that the runtime must know of a package besides its stage files and schedule.csv.
 
@@ -150,7 +165,7 @@ class Manifest:
     are those of the inputs' other open sizes; `conditions` say which others the model takes.
     `checked` says in which modes the captured graph was found equal to the model: "train and eval",
     "train", either with ", by the calls of torch alone" behind it for a model without memory, or
-    "nothing".
+    "nothing". `part` says of which part of a model the package is, if it is not of the whole.
     """
 
     format: int
@@ -177,6 +192,7 @@ class Manifest:
     checked: str
     profile: str
     files: dict[str, str]
+    part: PartSpec | None = None
 
     def to_json(self) -> str:
         """The text of plan.json."""
@@ -251,6 +267,9 @@ def _read(kind: Any, data: Any, where: str) -> Any:
         options = [option for option in args if _fits(option, data)]
         if options:
             return data
+        nested = [option for option in args if dataclasses.is_dataclass(option)]
+        if nested and isinstance(data, dict):
+            return _read(nested[0], data, where)
     elif origin is typing.Literal:
         if data in args:
             return data

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -65,33 +65,21 @@ class Runner:
         call of the pipeline, and what comes after, micro-batch 0 first. Micro-batch i draws the
         random numbers that it would after `torch.manual_seed` of a seed of its own.
 
-        Gradients are whole when this returns. What a closure raises is raised here, after all have
-        ended; gradients may then hold a part of the step's. Raises InputError.
+        Gradients are whole when this returns: those of what comes before the pipeline are computed
+        once the pipeline's are there, after the closure has ended. What a closure raises is raised
+        here, after all have ended; gradients may then hold a part of the step's. Raises InputError.
         """
         if running() is not None:
             raise InputError("a closure can't run a step: call the pipeline in it")
-        rows = self._rows((args, kwargs))
-        batch = sum(rows)
-        starts = [sum(rows[:i]) for i in range(self._m)]
-        turns = []
-        for start, n, seed in zip(starts, rows, microbatch_seeds(self._m), strict=True):
-            piece, named = _piece((args, kwargs), start, start + n, batch)
-            turns.append(_Turn(partial(closure, *piece, **named), seed, n / batch))
+        pieces = cut((args, kwargs), self._m)
+        turns = [
+            _Turn(partial(closure, *piece, **named), seed, share)
+            for ((piece, named), share), seed in zip(pieces, microbatch_seeds(self._m), strict=True)
+        ]
         with abandoning([turn.closure for turn in turns]):
             visit = self._prepare(turns[0])
             _Conductor(self, visit, turns).run()
         return [turn.closure.result for turn in turns]
-
-    def _rows(self, batch: Any) -> list[int]:
-        first = next(_tensors(batch), None)
-        if first is None:
-            raise InputError("a step takes a batch: give at least one tensor with rows")
-        if len(first) < self._m:
-            raise InputError(
-                f"a batch of {len(first)} rows can't be cut into {self._m} micro-batches: give at "
-                f"least {self._m} rows, or Runner(microbatches={len(first)})"
-            )
-        return parts_of(len(first), self._m)
 
     def _prepare(self, turn: "_Turn") -> Visit:
         """Run a closure to its call of the pipeline."""
@@ -199,9 +187,18 @@ class _Conductor:
             for value, tensor in visit.piece.items()
             if (gradient := self._call.gradient(Wire(CALLER, value), i)) is not None
         ]
-        if found:
+        if not found:
+            return
+        try:
             with borrowed(self._turns[i].random):
                 torch.autograd.backward([t for t, _ in found], [g for _, g in found])
+        except RuntimeError as error:
+            if "second time" not in str(error):
+                raise
+            raise InputError(
+                "the closure's loss also reads, past the pipeline, what the pipeline's input was "
+                "made from, and its backward has freed that: call loss.backward(retain_graph=True)"
+            ) from error
 
 
 def _parts(order: Sequence[Action], n: int) -> Iterator[tuple[_Part, int]]:
@@ -220,6 +217,27 @@ def _parts(order: Sequence[Action], n: int) -> Iterator[tuple[_Part, int]]:
             yield _Part.FINISH, i
         if action.stage == 0 and not forward:
             yield _Part.UPSTREAM, i
+
+
+def cut(batch: Any, m: int) -> list[tuple[Any, float]]:
+    """The batch's micro-batches, each with its share of the rows. Raises InputError.
+
+    The batch is dimension 0 of the first tensor; tensors and lists of as many rows are cut.
+    """
+    first = next(_tensors(batch), None)
+    if first is None:
+        raise InputError("a step takes a batch: give at least one tensor with rows")
+    n = len(first)
+    if n < m:
+        raise InputError(
+            f"a batch of {n} rows can't be cut into {m} micro-batches: give at least {m} rows, or "
+            f"Runner(microbatches={max(n, 1)})"
+        )
+    rows = parts_of(n, m)
+    ends = list(accumulate(rows))
+    return [
+        (_piece(batch, end - size, end, n), size / n) for end, size in zip(ends, rows, strict=True)
+    ]
 
 
 def _tensors(node: Any) -> Iterator[Tensor]:

@@ -16,6 +16,11 @@ def share(pipe: Pipeline, model: nn.Module) -> None:
     for spec in pipe.manifest.state:
         put(pipe, spec.name, getattr(holder_of(model, spec.name), spec.name.rpartition(".")[2]))
     pipe._state.bind(pipe)
+    follow_modes(pipe, model)
+
+
+def follow_modes(pipe: Pipeline, model: nn.Module) -> None:
+    """Set train or eval mode as each module of `model` has it."""
     for stage in pipe._stages:
         stage.module.training = model.training
     pipe.training = model.training

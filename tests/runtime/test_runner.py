@@ -166,6 +166,28 @@ def test_backward_may_be_called_more_than_once(tmp_path):
     assert_same_state(pipe, model)
 
 
+def test_a_way_past_the_pipeline_needs_the_graph_twice(tmp_path):
+    model, pipe = both(tmp_path, CHAIN, m=M)
+    before = nn.Linear(6, 6).double()
+    (x,) = CHAIN.inputs()
+
+    def closure(piece, model=pipe, retain=True):
+        given = before(piece).tanh()
+        (model(given).mean() + given.mean()).backward(retain_graph=retain)
+
+    with pytest.raises(InputError, match="retain_graph=True"):
+        Runner(M).step(lambda piece: closure(piece, retain=False), x)
+    pipe.zero_grad()
+    before.zero_grad()
+    Runner(M).step(closure, x)
+    found = before.weight.grad.clone()
+    before.zero_grad()
+    for piece in x.split(rows(len(x), M)):
+        closure(piece, model)
+    assert same(found, before.weight.grad)
+    assert_same_state(pipe, model)
+
+
 def test_autocast_inside_the_closure_is_the_stages_too(tmp_path):
     _, pipe = both(tmp_path, CHAIN, m=M)
     pipe.float()

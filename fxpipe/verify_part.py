@@ -1,0 +1,71 @@
+"""Compares a model that has a part of it spliced in as a pipeline with the plain model."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.loss import loss_of
+from fxpipe.runtime import Pipeline, Runner, splice
+from fxpipe.runtime.random import microbatch_seeds
+from fxpipe.runtime.runner import cut
+from fxpipe.runtime.structure import describe, rebuild
+from fxpipe.target import Target
+
+Note = Callable[[str, dict[str, Any], dict[str, Any]], None]
+
+
+def verify_part(
+    pipe: Pipeline, target: Target, rows: int, dtype: torch.dtype, seed: int, note: Note
+) -> None:
+    """Run both on `rows` rows, micro-batch by micro-batch, then whole in evaluation; `note` each.
+
+    Both draw the same random numbers, and take the same branches.
+    """
+    plain = target.build().to(dtype)
+    spliced = splice(target.build().to(dtype), pipe)
+    made = target.inputs(rows)
+    structure, tensors = describe(((made.args, made.kwargs), target.targets(rows)))
+    batch = rebuild(structure, [t.to(dtype) if t.is_floating_point() else t for t in tensors])
+    m = pipe.manifest.microbatches
+    runner = Runner(m)
+
+    def train(model: nn.Module, piece: Any, share: float) -> list[Tensor]:
+        (args, kwargs), wanted = copy.deepcopy(piece)
+        output = model(*args, **kwargs)
+        # The rest of the model may read what goes into the part.
+        torch.autograd.backward(loss_of(target, output, wanted) * share, retain_graph=True)
+        return [tensor.detach() for tensor in describe(output)[1]]
+
+    for model in (plain, spliced):
+        model.train()
+    with target.running(f"forward of {type(plain).__name__}, or the loss,"):
+        torch.manual_seed(seed)
+        found = runner.step(lambda piece: train(spliced, piece, runner.share), batch)
+        torch.manual_seed(seed)
+        expected = []
+        for (piece, share), own in zip(cut(batch, m), microbatch_seeds(m), strict=True):
+            torch.manual_seed(own)
+            expected.append(train(plain, piece, share))
+    note("backward(): outputs", _named(found), _named(expected))
+    gradients = [{name: p.grad for name, p in each.named_parameters()} for each in (spliced, plain)]
+    note("backward(): gradients", *gradients)
+    note("backward(): buffers", dict(spliced.named_buffers()), dict(plain.named_buffers()))
+    if pipe.manifest.checked == "train":
+        return
+    outputs = []
+    for model in (spliced, plain):
+        (args, kwargs), _ = copy.deepcopy(batch)
+        with torch.no_grad():
+            outputs.append(_named([describe(model.eval()(*args, **kwargs))[1]]))
+    note("eval(): outputs", *outputs)
+
+
+def _named(outputs: list[list[Tensor]]) -> dict[str, Tensor]:
+    return {
+        f"output {k} of micro-batch {i}": tensor
+        for i, tensors in enumerate(outputs)
+        for k, tensor in enumerate(tensors)
+    }

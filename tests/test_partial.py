@@ -1,0 +1,247 @@
+"""Partial pipelining: what can't be one graph gives a package of its largest part, spliced in."""
+
+import copy
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe import target as targets
+from fxpipe.cli import app
+from fxpipe.errors import CaptureError, InputError
+from fxpipe.verify import verify
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x, mask=None):
+        y = self.drop(self.b(F.gelu(self.a(x))))
+        return x + (y if mask is None else y * mask), None
+
+
+class Stack(nn.Module):
+    """Blocks in a loop, and a branch on a value at one place."""
+
+    where = "start"
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    def branch(self, x, where):
+        return -x if where == self.where and x.sum() > 0 else x
+
+    def forward(self, x):
+        x = self.branch(self.embed(x), "start")
+        mask = x.detach().abs()
+        for block in self.blocks:
+            x = block(x, mask=mask)[0]
+        return self.branch(self.head(self.branch(x, "middle")), "end")
+
+
+class Middle(Stack):
+    where = "middle"
+
+
+class End(Stack):
+    where = "end"
+
+
+class Inside(Stack):
+    """One of the blocks can't be captured."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1] = Branching()
+
+
+class Branching(Block):
+    def forward(self, x, mask=None):
+        return super().forward(-x if x.sum() > 0 else x, mask)
+
+
+class Submodule(models.Chain):
+    def forward(self, x):
+        return self.layers(x * 2 if x.sum() > 0 else x)
+
+
+class Shown(Stack):
+    """Gives what stands between its blocks too."""
+
+    def forward(self, x):
+        shown = []
+        x = self.branch(self.embed(x), "start")
+        for k, block in enumerate(self.blocks):
+            x = block(x)[0]
+            if k == 1:
+                shown.append(x)
+        return self.head(x), shown
+
+
+class Experts(nn.Module):
+    """Rows go to the expert that they choose: a loop over those that were chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.gate = nn.Linear(6, 3)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        x = self.body(x)
+        choice = self.gate(x).argmax(1)
+        out = torch.zeros_like(x)
+        for k in choice.unique().tolist():
+            rows = (choice == k).nonzero().squeeze(1)
+            out = out.index_add(0, rows, self.experts[k](x[rows]))
+        return out
+
+
+def target_of(kind):
+    folder = str(Path(__file__).parent)
+    inputs = lambda rows: {"x": torch.randn(rows, 6)}  # noqa: E731
+    return targets.Target(kind.__name__, __file__, folder, kind, inputs)
+
+
+def compiled(kind, path):
+    package = fxpipe.compile(
+        kind(),
+        (torch.randn(8, 6),),
+        devices="cpu*2",
+        microbatches=4,
+        allow_graph_breaks=True,
+    )
+    return package.write(path / "out")
+
+
+PARTS = {
+    Stack: ("blocks.0", "blocks.1", "blocks.2", "blocks.3"),
+    Middle: ("blocks.0", "blocks.1", "blocks.2", "blocks.3"),
+    End: ("blocks.0", "blocks.1", "blocks.2", "blocks.3"),
+    Inside: ("blocks.2", "blocks.3"),
+    Submodule: ("layers",),
+    Shown: ("blocks.2", "blocks.3"),
+    Experts: ("body",),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS, ids=lambda kind: kind.__name__)
+def test_the_largest_part_is_pipelined_and_the_rest_runs_as_it_is(kind, tmp_path):
+    out = compiled(kind, tmp_path)
+    part = fxpipe.load(out).manifest.part
+    assert part.modules == PARTS[kind]
+    assert "test_partial.py, line" in part.broken_by
+    assert 0 < part.share <= 1
+    result = verify(out, target_of(kind), batch=10)
+    assert result.equal, result
+    groups = [difference.group for difference in result.differences]
+    assert groups == [
+        "backward(): outputs",
+        "backward(): gradients",
+        "backward(): buffers",
+        "eval(): outputs",
+    ]
+
+
+def test_a_spliced_model_is_the_model(tmp_path):
+    model = Stack().double()
+    plain = copy.deepcopy(model).eval()
+    keys = list(model.state_dict())
+    spliced = fxpipe.splice(model, fxpipe.load(compiled(Stack, tmp_path)).double())
+    assert spliced is model
+    assert list(model.state_dict()) == keys
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model.eval(), plain)]
+    for rows in (8, 5):
+        x = torch.randn(rows, 6, dtype=torch.float64)
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(x).pow(2).mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain(x), rtol=1e-10, atol=1e-12)
+
+
+class Reads(Stack):
+    """Ends the loop when a flag says so, and reads what is between the blocks if another does."""
+
+    read = stop = False
+
+    def forward(self, x):
+        x = self.branch(self.embed(x), "start")
+        for block in self.blocks:
+            x = block(x)[0]
+            if self.read:
+                x = x * 2
+            if self.stop:
+                break
+        return self.head(x)
+
+
+@pytest.mark.parametrize("flag", ["read", "stop"])
+def test_what_stands_between_the_modules_of_a_part_cannot_be_read(flag, tmp_path):
+    pipe = fxpipe.load(compiled(Reads, tmp_path))
+    model = fxpipe.splice(Reads(), pipe)
+    assert model(torch.randn(8, 6)).shape == (8, 3)
+    setattr(model, flag, True)
+    with pytest.raises(InputError, match=r"reads what blocks\.0 gives before blocks\.1 does"):
+        model(torch.randn(8, 6))
+
+
+def test_without_leave_it_stays_an_error_and_so_it_does_without_a_part():
+    x = torch.randn(8, 6)
+    with pytest.raises(CaptureError, match="one graph"):
+        fxpipe.compile(Stack(), (x,), devices="cpu*2", microbatches=4)
+
+    class Nothing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.a(x if x.sum() > 0 else -x)
+
+    with pytest.raises(CaptureError, match="no run of submodules"):
+        fxpipe.compile(Nothing(), (x,), devices="cpu*2", microbatches=4, allow_graph_breaks=True)
+
+
+def test_the_pipeline_of_a_whole_model_is_not_spliced(tmp_path):
+    package = fxpipe.compile(models.Chain(), (torch.randn(8, 6),), devices="cpu", microbatches=2)
+    pipe = fxpipe.load(package.write(tmp_path / "out"))
+    with pytest.raises(InputError, match="is of all of Chain"):
+        fxpipe.splice(models.Chain(), pipe)
+
+
+def test_the_command_says_which_part_it_took(tmp_path, capsys):
+    file = tmp_path / "branching.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n\n\n"
+        "class Model(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))\n\n"
+        "    def forward(self, x):\n"
+        "        if x.sum() > 0:\n"
+        "            x = -x\n"
+        "        return self.layers(x)\n\n\n"
+        "build = Model\n\n\ndef inputs(batch):\n    return (torch.randn(batch, 4),)\n"
+    )
+    out = tmp_path / "out"
+    arguments = [str(file), "--devices", "cpu*2", "-o", str(out)]
+    with pytest.raises(SystemExit) as exit_:
+        app(["compile", *arguments], standalone_mode=True)
+    assert exit_.value.code == 2
+    app(["compile", *arguments, "--allow-graph-breaks"], standalone_mode=False)
+    said = capsys.readouterr().err
+    assert "took layers, 100% of the parameters" in said
+    assert "branching.py, line 11: if x.sum() > 0:" in said
+    app(["verify", str(out), str(file)], standalone_mode=False)
