@@ -48,8 +48,7 @@ def input_names(parts: Sequence[Part], module: nn.Module) -> dict[Column, str]:
     names: dict[Column, str] = {}
     for column, nodes in readers.items():
         texts = [line.text for node in nodes if (line := line_within(node, module)) is not None]
-        own = base_name(str(column[0].target if column[0].op == "get_attr" else column[0].name))
-        own = own.rpartition(".")[2]
+        own = _own_name(column[0])
         score = {
             formal: sum(bool(re.search(rf"\b{formal}\b", text)) for text in texts)
             + (0.5 if formal == own else 0)
@@ -61,6 +60,14 @@ def input_names(parts: Sequence[Part], module: nn.Module) -> dict[Column, str]:
         names[column] = _free([*known, own], {"self", *names.values()})
     order = {name: place for place, name in enumerate(formals)}
     return dict(sorted(names.items(), key=lambda item: order.get(item[1], len(order))))
+
+
+def _own_name(value: Any) -> str:
+    """The name of a value outside of the class."""
+    if isinstance(value, tuple):
+        return "tensors"
+    named = str(value.target).rpartition(".")[2] if value.op == "get_attr" else value.name
+    return base_name(named)
 
 
 def _parameters(function: Any) -> list[str]:

@@ -1,7 +1,7 @@
 """The class of a group of parts: what is common to all is written into it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
@@ -37,7 +37,7 @@ class Design:
 
     scope: Scope
     settings: Sequence[Mapping[str, Any]]
-    inputs: Sequence[tuple[fx.Node, ...]]
+    inputs: Sequence[tuple[Any, ...]]
     outputs: tuple[int, ...]
 
 
@@ -64,6 +64,8 @@ def design(
     inputs = input_names(parts, modules[0])
     common = _common_specs(parts, specs)
     for column, name in inputs.items():
+        if isinstance(column[0], tuple):
+            continue  # a list has no one shape
         spec = _common([specs.get(value.name) for value in column])
         common |= {} if spec is None else {f"${name}": spec}
     given = [spec for name in inputs.values() if (spec := common.get(f"${name}")) is not None]
@@ -71,7 +73,11 @@ def design(
         if all(where_told(spec, size) is None for spec in given):
             return None
     outputs = tuple(sorted(frozenset[int]().union(*(part.outputs for part in parts))))
-    modes = {f"${name}": {capture.mode(v.name) for v in column} for column, name in inputs.items()}
+    modes = {
+        f"${name}": {capture.mode(value.name) for value in column}
+        for column, name in inputs.items()
+        if not isinstance(column[0], tuple)
+    }
     for place in outputs:
         modes[first.nodes[place].name] = {capture.mode(part.nodes[place].name) for part in parts}
     partial = {value: (found - {"both"}) for value, found in modes.items() if first.mode is None}
@@ -195,6 +201,9 @@ def _scope(
         texts=tuple(opened.texts),
         specs=common,
         modes=modes,
+        lists=frozenset(
+            f"${name}" for column, name in inputs.items() if isinstance(column[0], tuple)
+        ),
         settings={name: column[0] for column, name in settings.items()},
     )
 
@@ -209,16 +218,8 @@ def _needing(
         )
         for name, one in opened.made.items()
     }
-    loops = {
-        node: Loop(
-            loop.numbers,
-            tuple(
-                made[f"{str(node.target).removeprefix(parts[0].path + '.')}.{number}"]
-                for number in loop.numbers
-            ),
-            loop.carried,
-            loop.count,
-        )
-        for node, loop in opened.loops.items()
-    }
+    loops = {}
+    for node, loop in opened.loops.items():
+        name = str(node.target).removeprefix(f"{parts[0].path}.")
+        loops[node] = replace(loop, made=tuple(made[f"{name}.{number}"] for number in loop.numbers))
     return made, loops

@@ -22,7 +22,8 @@ from torch import fx, nn
 
 from fxpipe.codegen.block import Block, Design, design, varying
 from fxpipe.codegen.calls import Call, call_tree, op_counts
-from fxpipe.codegen.loops import LOOP, fold_loops
+from fxpipe.codegen.growing import grow_lists
+from fxpipe.codegen.loops import LOOP, fold_loops, item_of
 from fxpipe.codegen.made import Made, made_of_stock
 from fxpipe.codegen.parts import Facts, OutsideError, Part, find_slots
 from fxpipe.codegen.scope import Scope
@@ -93,7 +94,12 @@ class _Rolling:
         )
 
     def _stage(self, tree: Call, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Scope:
-        nodes = fold_loops(tree.nodes(), self.made, self.wanted)
+        nodes = fold_loops(grow_lists(tree.nodes()), self.made, self.wanted)
+        collected = [node.name for node in nodes if node.target is item_of]
+        outputs = (
+            *(name for name in outputs if name not in collected),
+            *(name for name in collected if name in outputs),
+        )
         literals = self.capture.literals
         read = (used.name for node in nodes for used in node.all_input_nodes)
         return Scope(
@@ -108,6 +114,7 @@ class _Rolling:
             literals=literals,
             texts=tuple(literals[name] for name in read if name in literals),
             specs=self.capture.specs,
+            lists=frozenset(),
             modes={v: m for v in (*inputs, *outputs) if (m := self.capture.mode(v)) != "both"},
             settings={},
         )
@@ -120,7 +127,7 @@ class _Rolling:
             if chain is not None:
                 parent.replace(call, [chain])
                 continue
-            call.items = [*fold_loops(call.nodes(), self.made, self.wanted)]
+            call.items = [*fold_loops(grow_lists(call.nodes()), self.made, self.wanted)]
             part = self._part(call)
             if part is None:
                 parent.replace(call, call.nodes())
@@ -215,11 +222,11 @@ class _Rolling:
         self.blocks.append(Block(name, kind, made.scope, paths))
         for member, settings, inputs in zip(members, made.settings, made.inputs, strict=True):
             self.made[member.part.path] = Made(name, settings, frozenset(settings))
-            given = tuple(self._now(value) for value in inputs)
+            given = tuple(self._given(value) for value in inputs)
             member.parent.replace(member.call, self._call(member, given, made.outputs))
 
     def _call(
-        self, member: _Member, given: tuple[fx.Node, ...], outputs: Sequence[int]
+        self, member: _Member, given: tuple[Any, ...], outputs: Sequence[int]
     ) -> list[fx.Node]:
         """The node that calls the class, and those that unpack what it returns."""
         part = member.part
@@ -249,8 +256,14 @@ class _Rolling:
         node.meta["val"] = result.meta.get("val")
         source = node if node.op == "call_module" else node.args[0]
         result.replace_all_uses_with(node, lambda user: user is not source)
-        node.name, result.name = result.name, f"{result.name}_inside"
+        node.name = result.name
         self.became[result] = node
+
+    def _given(self, value: Any) -> Any:
+        """A value, or a list of values, as the call has it."""
+        if isinstance(value, tuple):
+            return [self._now(one) for one in value]
+        return self._now(value)
 
     def _now(self, node: fx.Node) -> fx.Node:
         """What stands for `node` by now."""

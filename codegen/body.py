@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from fxpipe.codegen.comments import Comments, Line
+from fxpipe.codegen.growing import new_list
 from fxpipe.codegen.lines import Writer, is_statement
-from fxpipe.codegen.loops import LOOP, Loop
+from fxpipe.codegen.loops import LOOP, Loop, item_of
 from fxpipe.codegen.names import Containers, is_free, path
 from fxpipe.codegen.scope import Scope
 from fxpipe.interpret import MODE
@@ -58,11 +59,15 @@ class Body:
         for place, node in enumerate(members):
             after = members[place + 1] if place + 1 < len(members) else None
             items = _items(node, members[place + 1 :])
-            if node in unpacked:
+            if node in unpacked or node.target is item_of:
                 continue
             unpacked.update(item for item in items if item is not None)
             if LOOP in node.meta:
                 yield from self._loop(node, items)
+            elif node.target is new_list:
+                yield Line(
+                    f"{self._indent}{self.names[node.name]} = {writer.argument(node.args[0])}"
+                )
             elif items:
                 yield self._unpack(node, items, writer)
             elif after is not None and self._folds(node, after, uses, writer):
@@ -176,6 +181,11 @@ class Body:
         container = path(str(node.target), self.containers)
         kind = self.containers[str(node.target)]
         variable = self._loop_variable(str(node.target), loop)
+        lists = {result: self.names[f"{node.name}.{result}"] for result in loop.collected}
+        for result, name in lists.items():
+            if variables[result] == "_":
+                variables[result] = f"each_{name.removeprefix('all_')}"
+            yield Line(f"{self._indent}{name} = []")
         call = f"{', '.join(variables)} = {variable}({', '.join(arguments)})"
         if self._covers(node, loop):
             over = f"{container}.values()" if kind == "dict" else container
@@ -188,6 +198,8 @@ class Body:
             yield Line(f"{self._indent}for i in range({span}):")
             call = call.replace(f" {variable}(", f" {container}[str(i)](", 1)
         yield Line(f"{self._indent}    {call}", self._common_spec(results))
+        for result, name in lists.items():
+            yield Line(f"{self._indent}    {name}.append({variables[result]})")
 
     def _covers(self, node: fx.Node, loop: Loop) -> bool:
         """Whether the list holds no other modules than those of the loop."""
@@ -230,13 +242,14 @@ def _items(node: fx.Node, following: Sequence[fx.Node]) -> list[fx.Node | None]:
     if not isinstance(value, tuple | list) or len(value) < 2:
         return []
     items: list[fx.Node | None] = [None] * len(value)
-    for item in following[: len(node.users)]:
+    unpacking = sum(user.target is not item_of for user in node.users)
+    for item in following[:unpacking]:
         if item.target is not operator.getitem or item.args[0] is not node:
             return []
         if not isinstance(item.args[1], int) or items[item.args[1]] is not None:
             return []
         items[item.args[1]] = item
-    return items if len(following) >= len(node.users) > 0 else []
+    return items if len(following) >= unpacking > 0 else []
 
 
 def _unparenthesized(code: str) -> str:

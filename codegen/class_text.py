@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from fxpipe.codegen.body import Body, names_device
 from fxpipe.codegen.comments import Comments, Line
 from fxpipe.codegen.constructor import Constructor, construct
-from fxpipe.codegen.loops import LOOP
+from fxpipe.codegen.loops import LOOP, collected_names
 from fxpipe.codegen.names import local_names, path
 from fxpipe.codegen.scope import Scope
 from fxpipe.codegen.sizes import size_lines
@@ -57,13 +58,14 @@ def class_text(
     """Decide every line of the class of `scope`; `dtype` is the model's own."""
     made = construct(scope)
     names = local_names(scope.nodes, scope.inputs, scope.outputs)
+    names |= collected_names(scope.nodes, names)
     parameters = [f"{names[value]}: {_kind(scope, value)}" for value in scope.inputs]
     body = [
         *_opening(scope, names, made, dtype),
         *Body(scope, names, made.containers, comments).lines(),
     ]
     results = [f"{names[value]}{_CONDITION[scope.modes.get(value)]}" for value in scope.outputs]
-    body.append(Line(f"return {', '.join(results) or '()'}"))
+    body = _returning(body, ", ".join(_starred(results)) or "()")
     text = [part for line in body for part in str(line).split("\n")]
     while text and not text[0]:  # between groups stands a blank line, before the first none
         text = text[1:]
@@ -122,12 +124,32 @@ def _type(value: object) -> str:
     return "tuple[int, ...]" if isinstance(value, tuple) else type(value).__name__
 
 
+def _returning(body: Sequence[Line], result: str) -> list[Line]:
+    """The body with its return; what the last line makes is returned at once."""
+    last = body[-1] if body else Line()
+    if last.code.startswith(f"{result} = ") and "\n" not in last.code:
+        return [*body[:-1], Line(last.code.replace(f"{result} =", "return", 1), last.comment)]
+    return [*body, Line(f"return {result}")]
+
+
+def _starred(results: Sequence[str]) -> Iterator[str]:
+    """Results, those that are a whole list as one: `*all_keys`."""
+    for name, run in groupby(results, key=lambda text: text.partition("[")[0]):
+        items = list(run)
+        whole = items == [f"{name}[{k}]" for k in range(len(items))]
+        yield from [f"*{name}"] if whole and len(items) > 1 else items
+
+
 def _result(scope: Scope) -> str:
-    kinds = ", ".join(_kind(scope, value) for value in scope.outputs)
-    return kinds if len(scope.outputs) == 1 else f"tuple[{kinds or '()'}]"
+    kinds = [_kind(scope, value) for value in scope.outputs]
+    if len(kinds) > 4 and len(set(kinds)) == 1:
+        kinds = [kinds[0], "..."]
+    return kinds[0] if len(scope.outputs) == 1 else f"tuple[{', '.join(kinds) or '()'}]"
 
 
 def _kind(scope: Scope, value: str) -> str:
     """The type of a value that goes in or out."""
+    if value in scope.lists:
+        return "list[Tensor]"
     known = value in scope.specs or value in scope.inputs
     return ("Tensor" if known else "tuple[Tensor, ...]") + " | None" * (value in scope.modes)

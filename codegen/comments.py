@@ -29,7 +29,7 @@ class Line:
 
 @dataclass(slots=True)
 class Comments:
-    """Says a module and a file once, where they change, and a shape once, where it changes.
+    """Says a module once, where it changes, and its file with it; a shape where it changes.
 
     `prefix` is the path of the class's module, which its docstring names together with `file`.
     """
@@ -46,11 +46,13 @@ class Comments:
         said = ""
         if isinstance(source, SourceLine) and code:
             own = module.removeprefix(self.prefix).removeprefix(".")
-            if (own, source.file) != (self._module, self.file):
+            if own != self._module or not self.file:
                 yield Line()
                 yield Line(indent, plain(" in ".join(p for p in (own, source.file) if p)))
                 self._module, self.file = own, source.file
             said = f"line {source.line}"
+            if source.file != self.file:
+                said = plain(f"{source.file.rpartition('/')[2]}:{source.line}")
             if not _alike(source.text, code):
                 yield Line(indent, plain(shortened(f"{said}: {source.text}", _WIDTH - 2)))
                 said = ""
@@ -68,7 +70,8 @@ class Comments:
         elif Line(code, said).fits:
             yield Line(code, said)
         else:
-            yield Line(code[: len(code) - len(code.lstrip())], said)
+            if said:
+                yield Line(code[: len(code) - len(code.lstrip())], said)
             yield Line(code)
 
 

@@ -3,6 +3,7 @@
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -45,6 +46,12 @@ def emit(
     """Write all files in memory. Equal arguments give equal bytes."""
     n = len(wiring.stages)
     rolled = roll(capture, wiring)
+    wiring = Wiring(
+        tuple(
+            replace(stage, outputs=scope.outputs)
+            for stage, scope in zip(wiring.stages, rolled.stages, strict=True)
+        )
+    )
     made = [
         stage_file(capture, stage, scope, rolled.blocks, j, n)
         for j, (stage, scope) in enumerate(zip(wiring.stages, rolled.stages, strict=True))

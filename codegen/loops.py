@@ -1,13 +1,15 @@
 """Loops: modules of one list, called one after the other, as one node of the graph."""
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
 
 from fxpipe.codegen.made import Made
+from fxpipe.codegen.names import base_name
 from fxpipe.interpret import MODE
 
 LOOP = "loop"  # the key of a node's meta that holds its Loop
@@ -18,12 +20,14 @@ class Loop:
     """Calls of the modules `container.numbers[0]`, `container.numbers[1]`, ...
 
     `carried` says for each argument which result of the call before it is; None: it is the same
-    in all calls. `count` is what stands in code for the number of calls.
+    in all calls. `collected` are the results that are read of every call, not of the last alone.
+    `count` is what stands in code for the number of calls.
     """
 
     numbers: tuple[int, ...]
     made: tuple[Made, ...]
     carried: tuple[int | None, ...]
+    collected: tuple[int, ...]
     count: Any
 
     @property
@@ -41,11 +45,13 @@ class _Step:
     container: str
     number: int
 
+    def results(self) -> dict[int, fx.Node]:
+        """What the call gives, by number."""
+        return self.items or {0: self.node}
+
     def result(self, value: Any) -> int | None:
         """Which result of the call `value` is."""
-        if value is self.node and not self.items:
-            return 0
-        return next((number for number, item in self.items.items() if item is value), None)
+        return next((number for number, one in self.results().items() if one is value), None)
 
 
 def fold_loops(
@@ -61,22 +67,81 @@ def fold_loops(
             folded.append(nodes[place])
             place += 1
             continue
-        last = steps[-1]
-        loop = Loop(
-            tuple(step.number for step in steps),
-            tuple(made[str(step.node.target)] for step in steps),
-            carried,
-            len(steps),
-        )
-        last.node.args, last.node.target = steps[0].node.args, last.container
-        last.node.meta = {**last.node.meta, LOOP: loop}
-        for step in reversed(steps[:-1]):
-            for item in step.items.values():
-                item.graph.erase_node(item)
-            step.node.graph.erase_node(step.node)
-        folded += [last.node, *last.items.values()]
+        folded += _fold(steps, made, carried, wanted)
         place += size
     return folded
+
+
+def item_of(results: Any, result: int, call: int) -> Any:
+    """Stands in a graph for a collected result of one call of a loop."""
+    raise AssertionError("it is written as an index, never run")
+
+
+def collected_names(nodes: Iterable[fx.Node], names: Mapping[str, str]) -> dict[str, str]:
+    """Lists of the collected results of loops, by "loop.result", and items of them, by value."""
+    found: dict[str, str] = {}
+    for node in nodes:
+        if node.target is item_of:
+            loop, result, call = node.args
+            assert isinstance(loop, fx.Node)
+            key = f"{loop.name}.{result}"
+            if key not in found:
+                own = base_name(node.name)
+                wished = [f"all_{own}", *(f"all_{own}_{k}" for k in range(2, len(names) + 3))]
+                taken = {*names.values(), *found.values()}
+                found[key] = next(name for name in wished if name not in taken)
+            found[node.name] = f"{found[key]}[{call}]"
+    return found
+
+
+def _fold(
+    steps: Sequence[_Step],
+    made: Mapping[str, Made],
+    carried: tuple[int | None, ...],
+    wanted: Collection[str],
+) -> list[fx.Node]:
+    """The steps as one node, the last one's, and those that unpack what it gives."""
+    last = steps[-1]
+    collected = {
+        result
+        for step, after in pairwise(steps)
+        for result, node in step.results().items()
+        if node.name in wanted or any(user is not after.node for user in node.users)
+    }
+    items = [
+        _item(last, step.results()[result], result, call)
+        for result in sorted(collected)
+        for call, step in enumerate(steps)
+        if result in step.results() and (step is not last or result not in carried)
+    ]
+    loop = Loop(
+        tuple(step.number for step in steps),
+        tuple(made[str(step.node.target)] for step in steps),
+        carried,
+        tuple(sorted(collected)),
+        len(steps),
+    )
+    last.node.args, last.node.target = steps[0].node.args, last.container
+    last.node.meta = {**last.node.meta, LOOP: loop}
+    for step in reversed(steps[:-1]):
+        for node in step.items.values():
+            node.graph.erase_node(node)
+        step.node.graph.erase_node(step.node)
+    return [last.node, *last.items.values(), *items]
+
+
+def _item(last: _Step, node: fx.Node, result: int, call: int) -> fx.Node:
+    """The node that stands for `node`, a collected result, behind the loop."""
+    end = list(last.items.values())[-1] if last.items else last.node
+    with last.node.graph.inserting_after(end):
+        item = last.node.graph.call_function(item_of, (last.node, result, call))
+    readers = [user for user in node.users if user is not item and user.target is not item_of]
+    for user in readers:
+        user.replace_input_with(node, item)
+    item.name, item.meta = node.name, {**last.node.meta, "val": node.meta.get("val")}
+    node.name = f"{node.name}_0"  # what one call gives; its number goes in code
+    item.meta["stack"] = last.node.meta["stack"][:-1]
+    return item
 
 
 def _ours(steps: Sequence[_Step], made: Mapping[str, Made]) -> bool:
@@ -94,8 +159,6 @@ def _run(
         if steps:
             links = _links(steps[-1], step, made)
             if links is None or (len(steps) > 1 and links != carried):
-                break
-            if not _only_next(steps[-1], step, links, wanted):
                 break
             carried = links
         steps.append(step)
@@ -143,14 +206,3 @@ def _links(before: _Step, step: _Step, made: Mapping[str, Made]) -> tuple[int | 
             return None
         links.append(result)
     return tuple(links) if any(link is not None for link in links) else None
-
-
-def _only_next(
-    before: _Step, step: _Step, links: Sequence[int | None], wanted: Collection[str]
-) -> bool:
-    """Whether nobody but the next step reads what a step gives."""
-    results = before.items or {0: before.node}
-    return all(
-        result.name not in wanted and all(user is step.node for user in result.users)
-        for result in results.values()
-    )

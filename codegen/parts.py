@@ -7,7 +7,7 @@ given. Those places are the part's slots.
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -37,8 +37,9 @@ class Slot:
 
     @property
     def is_value(self) -> bool:
-        """Whether it is a value from outside."""
-        return isinstance(self.content, fx.Node)
+        """Whether it is a value from outside, or several in a list."""
+        one = self.content[0] if isinstance(self.content, tuple) else self.content
+        return isinstance(one, fx.Node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +166,13 @@ class _Opening:
             self.made.update(dict.fromkeys(names, one))
             last = relative.rpartition(".")[2]
             count = self.fill(Slot(loop.count, relative, f"num_{last}", False))
-            filled = Loop(loop.numbers, (one,) * len(names), loop.carried, count)
+            filled = replace(loop, made=(one,) * len(names), count=count)
         else:
             made = tuple(map(self._fill, names, loop.made))
             self.key.append(len(names))
-            filled = Loop(loop.numbers, made, loop.carried, loop.count)
+            filled = replace(loop, made=made)
         self.loops[node] = filled
-        self.key.append((relative, loop.carried, loop.numbers[0]))
+        self.key.append((relative, loop.carried, loop.collected, loop.numbers[0]))
         return relative
 
     def _fill(self, name: str, made: Made) -> Made:
@@ -197,9 +198,23 @@ class _Opening:
             skeleton.append(f"{type(one).__name__} {one!r}")
             return one
 
+        if isinstance(value, list) and value and self._is_a_variable(value, node):
+            skeleton.append("values")
+            return self.fill(Slot(tuple(value), "", name, True, node))
         opened = fx.node.map_aggregate(value, leaf)
         skeleton.append(str(fx.node.map_aggregate(value, lambda _: 0)))
         return opened
+
+    def _is_a_variable(self, values: Sequence[Any], node: fx.Node) -> bool:
+        """Whether the part is given a whole list, however long: the line does not write one."""
+        source = node.meta.get("source")
+        return (source is None or "[" not in source.text) and all(
+            isinstance(value, fx.Node)
+            and value not in self.places
+            and value.name not in self.facts.literals
+            and not (value.op == "get_attr" and str(value.target).startswith(self.prefix))
+            for value in values
+        )
 
     def _value(self, used: fx.Node, name: str, node: fx.Node, skeleton: list[str]) -> Any:
         if used in self.places:

@@ -19,7 +19,7 @@ class Scope:
     those that a state_dict has. `literals` are nodes that are text, `texts` what is read of them.
     `specs` are those of values, as far as they are the same in all instances. `settings` are
     arguments of the constructor, each with a value that it has. `modes` has those inputs and
-    outputs that are there in one mode only.
+    outputs that are there in one mode only, `lists` those inputs that are a list of tensors.
     """
 
     path: str
@@ -34,4 +34,5 @@ class Scope:
     texts: tuple[str, ...]
     specs: Mapping[str, TensorSpec]
     modes: Mapping[str, Mode]
+    lists: frozenset[str]
     settings: Mapping[str, Any]

@@ -1,7 +1,7 @@
 """The files of a package that hold classes: one for each stage, one for repeated modules."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -14,6 +14,8 @@ from fxpipe.codegen.names import plain
 from fxpipe.codegen.scope import Scope
 from fxpipe.ir import Capture, Port, StageWiring
 from fxpipe.source import forward_place
+
+_DOC_WIDTH = 77  # columns that a line has for a class's docstring
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ def stage_file(
         ties=ties,
     )
     takes = [_take(capture, port, text.names[port.value]) for port in wiring.inputs]
-    returns = [f"Returns {text.names[v]}: {capture.specs[v]}" for v in wiring.outputs]
+    returns = list(_returns(capture, [(text.names[v], v) for v in wiring.outputs]))
     fields: dict[str, object] = {
         "j": j,
         "n": n,
@@ -59,7 +61,7 @@ def blocks_file(capture: Capture, blocks: Sequence[Block]) -> dict[str, object]:
     for block in blocks:
         place = forward_place(block.kind)
         file = place[0] if place else ""
-        doc = plain(f"{block.kind.__name__}{' of ' if file else ''}{file}: {_paths(block.paths)}.")
+        doc = _doc(block, file)
         texts.append(
             class_text(
                 block.scope,
@@ -76,12 +78,13 @@ def blocks_file(capture: Capture, blocks: Sequence[Block]) -> dict[str, object]:
     }
 
 
-def _paths(paths: Sequence[str]) -> str:
-    """`h.0.attn` to `h.11.attn` as `h.*.attn`, with their number."""
-    kinds = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in paths)
-    shown = [kind for kind, _ in groupby(kinds)][:3]
-    more = ", ..." if len(kinds) > len(shown) else ""
-    return f"{', '.join(shown)}{more} ({len(paths)})" if len(paths) > 1 else paths[0]
+def _doc(block: Block, file: str) -> str:
+    """Which class of the user's it is, how often it occurs, and where."""
+    kinds = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", p) for p in block.paths))
+    count = f"{len(block.paths)} times" if len(block.paths) > 1 else "called more than once"
+    whole = f"{block.kind.__name__} of {file or block.kind.__module__}, {count}"
+    told = f"{whole}: {kinds[0]}{', ...' if len(kinds) > 1 else ''}"
+    return plain(f"{told if len(told) <= _DOC_WIDTH else whole}.")
 
 
 def _summary(capture: Capture, names: Sequence[str]) -> str:
@@ -99,6 +102,19 @@ def _take(capture: Capture, port: Port, variable: str) -> str:
     else:
         origin = f"stage {port.source}" + (" (portal)" if port.portal else "")
     return f"Takes {variable}: {capture.specs[port.value]} from {origin}"
+
+
+def _returns(capture: Capture, results: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """What a stage returns (variable, value); of a list that is alike in all places a line."""
+
+    def alike(result: tuple[str, str]) -> tuple[str, str]:
+        name, bracket, _ = result[0].partition("[")
+        return name + bracket, str(capture.specs[result[1]])
+
+    for (_, spec), run in groupby(results, key=alike):
+        names = [name for name, _ in run]
+        last = f" to [{names[-1].partition('[')[2]}" if len(names) > 1 else ""
+        yield f"Returns {names[0]}{last}: {spec}"
 
 
 def _imports(capture: Capture, texts: Iterable[ClassText], blocks: Sequence[Block]) -> list[str]:
