@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from fxpipe.codegen.names import base_name
 from fxpipe.codegen.parts import Part, Slot
+from fxpipe.codegen.wording import argument_words
 from fxpipe.source import line_within
 
 Column = tuple[Any, ...]
@@ -86,10 +87,16 @@ def _has(modules: Sequence[nn.Module], name: str, column: Column) -> bool:
 
 
 def _told(slots: Sequence[Slot]) -> list[str]:
-    """What the takers of a number call it, alone and behind the taker's own name."""
+    """What the user's lines call a number, else what its takers call it, alone and by theirs."""
+    words = [_word(slot) for slot in slots if slot.within]
     plain = [slot.name for slot in slots if slot.name]
     long = [f"{slot.module.rpartition('.')[2]}_{slot.name}" for slot in slots if slot.name]
-    return [*plain, *long, "value"]
+    return [*(word for word in words if word), *plain, *long, "value"]
+
+
+def _word(slot: Slot) -> str:
+    words = argument_words(slot.node) if slot.node is not None else []
+    return words[slot.place].lower() if slot.place < len(words) else ""
 
 
 def _free(candidates: Sequence[str], taken: set[str]) -> str:

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from fxpipe.codegen.arguments import Column, input_names, setting_names
 from fxpipe.codegen.loops import LOOP, Loop
-from fxpipe.codegen.made import Made, Written
+from fxpipe.codegen.made import Made, Written, made_of_stock
 from fxpipe.codegen.parts import Facts, Opened, Part, Slot, open_part
 from fxpipe.codegen.scope import Scope
 from fxpipe.interpret import MODE
@@ -59,7 +59,7 @@ def design(
     """One class for `parts`, which have one key; None if it could not tell a size it needs."""
     first, columns, specs = parts[0], _columns(parts), capture.specs
     opened = open_part(first, facts, lambda slot: slot.content)
-    taken = {name.partition(".")[0] for name in (*opened.made, *opened.shapes)}
+    taken = {name.partition(".")[0] for name in (*opened.made, *opened.tensors)}
     settings = setting_names(varying(parts), taken, modules)
     inputs = input_names(parts, modules[0])
     common = _common_specs(parts, specs)
@@ -187,13 +187,14 @@ def _scope(
         if op.node in loops:
             node.meta[LOOP] = loops[op.node]
         new[op.node] = node
-    state = {name: facts.state[prefix + name] for name in opened.shapes}
+    state = {name: facts.state[prefix + name] for name in opened.tensors}
     return Scope(
         path=first.path,
         nodes=tuple(new.values()),
         inputs=tuple(node.name for node in formal.values()),
         outputs=tuple(first.nodes[place].name for place in outputs),
         made=made,
+        tree={},
         state=state,
         shapes=opened.shapes,
         saved=frozenset(name for name in state if prefix + name in facts.saved),
@@ -212,12 +213,12 @@ def _needing(
     opened: Opened, parts: Sequence[Part], facts: Facts
 ) -> tuple[dict[str, Made], dict[fx.Node, Loop]]:
     """The modules of a class, with the arguments that one of its instances needs."""
-    made = {
-        name: one.needing(
-            [m for r in parts if (m := facts.made.get(f"{r.path}.{name}")) is not None]
-        )
-        for name, one in opened.made.items()
-    }
+    made = {}
+    for name, one in opened.made.items():
+        paths = [f"{part.path}.{name}" for part in parts]
+        called = [facts.made[path] for path in paths if path in facts.made]
+        others = called or [made_of_stock(facts.tree[path]) for path in paths]
+        made[name] = one.needing(others)
     loops = {}
     for node, loop in opened.loops.items():
         name = str(node.target).removeprefix(f"{parts[0].path}.")

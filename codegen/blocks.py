@@ -25,8 +25,10 @@ from fxpipe.codegen.calls import Call, call_tree, op_counts
 from fxpipe.codegen.growing import grow_lists
 from fxpipe.codegen.loops import LOOP, fold_loops, item_of
 from fxpipe.codegen.made import Made, made_of_stock
+from fxpipe.codegen.names import CALLED
 from fxpipe.codegen.parts import Facts, OutsideError, Part, find_slots
 from fxpipe.codegen.scope import Scope
+from fxpipe.codegen.wording import assigned_word
 from fxpipe.interpret import MODE
 from fxpipe.ir import Capture, Wiring
 from fxpipe.regions import REGION
@@ -67,7 +69,7 @@ class _Rolling:
         self.trees = [call_tree(stage, j, totals) for j, stage in enumerate(ops)]
         self.wanted = {name for stage in wiring.stages for name in stage.outputs}
         self.made = {path: made_of_stock(module) for path, module in capture.modules.items()}
-        self.facts = Facts(capture.state, capture.saved, capture.literals, self.made)
+        self.facts = Facts(capture.tree, capture.state, capture.saved, capture.literals, self.made)
         calls = [call for tree in self.trees for call in tree.calls()]
         self.order = {call: place for place, call in enumerate(calls)}
         self.calls = Counter(call.path for call in calls)
@@ -108,6 +110,7 @@ class _Rolling:
             inputs=inputs,
             outputs=outputs,
             made=self.made,
+            tree=self.capture.tree,
             state=self.capture.state,
             shapes={},
             saved=self.capture.saved,
@@ -236,6 +239,9 @@ class _Rolling:
         node.meta = self._call_meta(member.call)
         made = [node]
         if len(results) == 1:
+            line = node.meta["source"]
+            called = assigned_word(line.text) if line is not None else None
+            node.meta |= {} if called is None else {CALLED: called}
             self._replace(results[0], node)
         elif results:
             node.meta["val"] = tuple(result.meta.get("val") for result in results)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.codegen.loops import LOOP, Loop
-from fxpipe.codegen.made import Made, Written, is_number
+from fxpipe.codegen.made import Made, Written, is_number, made_whole
 from fxpipe.codegen.names import Containers, assignment, child, path
 from fxpipe.codegen.scope import Scope
 from fxpipe.ir import Capture
@@ -59,6 +59,7 @@ def construct(scope: Scope) -> Constructor:
                     place.tensors.append(last)
         if node.op == "call_module":
             _use(root, node, scope)
+    _make_whole(root, "", scope)
     writer = _Declaring(scope)
     writer.walk(root, "", "self")
     return Constructor(tuple(writer.lines), writer.containers)
@@ -85,6 +86,15 @@ def tie_lines(capture: Capture, held: Iterable[str], containers: Containers) -> 
         owner = first.setdefault(capture.aliases.get(name, name), name)
         if owner != name:
             yield f"{path(name, containers)} = {path(owner, containers)}  # tied"
+
+
+def _make_whole(place: _Place, name: str, scope: Scope) -> None:
+    """Stock modules whose tensors are read by ops of others are made as what they are."""
+    if place.tensors and not place.children:
+        place.made = scope.made.get(name) or made_whole(scope.tree.get(name), place.tensors)
+        place.tensors = [] if place.made is not None else place.tensors
+    for last, below in place.children.items():
+        _make_whole(below, f"{name}.{last}" if name else last, scope)
 
 
 def _use(root: _Place, node: fx.Node, scope: Scope) -> None:

@@ -1,6 +1,6 @@
 """How a module of the package is made: a stock constructor, a block class, a chain of such."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -100,6 +100,16 @@ def made_of_stock(module: nn.Module) -> Made:
     name = f"nn.{found.kind.__name__}"
     dtypes = {name: parameter.dtype for name, parameter in own.items()}
     return Made(name, dict(found.arguments), found.needed, found.kind, frozen, (), dtypes)
+
+
+def made_whole(module: nn.Module | None, used: Collection[str]) -> Made | None:
+    """How a stock module is made whose own tensors, all of them, are read by ops of others."""
+    if module is None or any(module.children()):
+        return None
+    own = {*dict(module.named_parameters()), *dict(module.named_buffers())}
+    if own != set(used) or stock_module(module) is None:
+        return None
+    return made_of_stock(module)
 
 
 def is_number(value: Any) -> bool:

@@ -15,6 +15,8 @@ _OURS = {"self", "torch", "nn", "F", "Tensor", "math", "operator", "dtype", "dev
 _MODULES_OWN = frozenset(dir(nn.Module()))
 _TAKEN = {*dir(builtins), *keyword.kwlist, *_OURS}
 
+CALLED = "called"  # key of a node's meta: the variable that the user's line assigns its value to
+
 
 def local_names(
     ops: Sequence[fx.Node], inputs: Sequence[str], outputs: Iterable[str]
@@ -31,10 +33,11 @@ def local_names(
             last_use[used.name] = max(place, last_use.get(used.name, 0))
     made_at = [*((-1, name) for name in inputs), *((k, node.name) for k, node in enumerate(ops))]
     functions = {function_called(node) for node in ops}
+    called = {node.name: node.meta[CALLED] for node in ops if CALLED in node.meta}
     taken_until: dict[str, int] = {}
     chosen: dict[str, str] = {}
     for place, value in made_at:
-        variable = base = base_name(value)
+        variable = base = base_name(called.get(value, value))
         if base in functions:
             variable = base = f"{base}_"
         number = 1

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxpipe.codegen.loops import LOOP, Loop
-from fxpipe.codegen.made import Made, Written, is_number
+from fxpipe.codegen.made import Made, Written, is_number, made_whole
 from fxpipe.interpret import MODE
 from fxpipe.regions import PLAIN, REGION, Region
 
@@ -26,7 +26,7 @@ class Slot:
 
     `module` is the path of the module that takes the number, from the part's on; `name` what the
     number is called there, as far as known; `within` whether it stands in `forward` rather than in
-    a constructor; `node` the op that reads it.
+    a constructor; `node` the op that reads it, `place` the place among its arguments.
     """
 
     content: Any
@@ -34,6 +34,7 @@ class Slot:
     name: str
     within: bool
     node: fx.Node | None = None
+    place: int = 0
 
     @property
     def is_value(self) -> bool:
@@ -46,6 +47,7 @@ class Slot:
 class Facts:
     """What is known of the model: its state, sizes as text, and how each called module is made."""
 
+    tree: Mapping[str, nn.Module]
     state: Mapping[str, Tensor]
     saved: frozenset[str]
     literals: Mapping[str, str]
@@ -89,6 +91,7 @@ class Opened:
     ops: Sequence[OpenedOp]
     made: Mapping[str, Made]
     loops: Mapping[fx.Node, Loop]
+    tensors: Sequence[str]
     shapes: Mapping[str, tuple[Any, ...]]
     texts: Sequence[str]
     key: tuple[Any, ...]
@@ -118,21 +121,31 @@ class _Opening:
         self.part, self.facts, self.fill = part, facts, fill
         self.places = {node: place for place, node in enumerate(part.nodes)}
         self.prefix = f"{part.path}."
+        self.read: dict[str, set[str]] = {}
+        for used in (used for node in part.nodes for used in node.all_input_nodes):
+            if used.op == "get_attr" and str(used.target) in facts.state:
+                owner, _, last = str(used.target).rpartition(".")
+                self.read.setdefault(owner, set()).add(last)
         self.made: dict[str, Made] = {}
+        self.tensors: dict[str, None] = {}
         self.loops: dict[fx.Node, Loop] = {}
         self.shapes: dict[str, tuple[Any, ...]] = {}
         self.texts: list[str] = []
         self.key: list[Any] = []
+        self.place = 0
 
     def run(self) -> Opened:
         ops = [self._op(node) for node in self.part.nodes]
-        return Opened(ops, self.made, self.loops, self.shapes, self.texts, tuple(self.key))
+        return Opened(
+            ops, self.made, self.loops, [*self.tensors], self.shapes, self.texts, tuple(self.key)
+        )
 
     def _op(self, node: fx.Node) -> OpenedOp:
         target: Any = node.target
         if node.op == "call_module":
             target = self._module(str(node.target), node)
         names = _argument_names(node)
+        self.place = -1 if node.op == "call_method" else 0  # the owner of a method is none
         skeleton: list[str] = []
         args = tuple(
             self._argument(arg, name, node, skeleton)
@@ -190,11 +203,12 @@ class _Opening:
 
     def _argument(self, value: Any, name: str, node: fx.Node, skeleton: list[str]) -> Any:
         def leaf(one: Any) -> Any:
+            self.place += 1
             if isinstance(one, fx.Node):
                 return self._value(one, name, node, skeleton)
             if is_number(one):
                 skeleton.append(type(one).__name__)
-                return self.fill(Slot(one, "", name, True, node))
+                return self.fill(Slot(one, "", name, True, node, self.place - 1))
             skeleton.append(f"{type(one).__name__} {one!r}")
             return one
 
@@ -235,7 +249,7 @@ class _Opening:
         skeleton.append("#".join(parts[::2]))
         for place in range(1, len(parts), 2):
             number = float(parts[place]) if "." in parts[place] else int(parts[place])
-            filled = self.fill(Slot(number, "", name, True, node))
+            filled = self.fill(Slot(number, "", name, True, node, self.place - 1))
             parts[place] = repr(filled) if filled is not number else parts[place]
         return Written("".join(parts))
 
@@ -243,7 +257,12 @@ class _Opening:
         tensor = self.facts.state[name]
         relative = self._relative(name)
         skeleton.append(relative)
-        if relative not in self.shapes:
+        self.tensors[relative] = None
+        owner = name.rpartition(".")[0]
+        stock = made_whole(self.facts.tree.get(owner), self.read[owner])
+        if stock is not None and owner != self.part.path:
+            self._fill(self._relative(owner), stock)
+        elif relative not in self.shapes:
             trained = isinstance(tensor, nn.Parameter)
             saved = name in self.facts.saved
             facts = (relative, trained, saved, tensor.requires_grad, tensor.dtype, tensor.dim())

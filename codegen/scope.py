@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxpipe.codegen.made import Made
 from fxpipe.runtime.manifest import Mode, TensorSpec
@@ -14,12 +14,13 @@ from fxpipe.runtime.manifest import Mode, TensorSpec
 class Scope:
     """Ops with their inputs and outputs (names of values), and what they use of the model.
 
-    `made` are the modules that they call and `state` the tensors that they read, by name from here
-    on; `shapes` the shapes of those tensors, as code where they differ between instances; `saved`
-    those that a state_dict has. `literals` are nodes that are text, `texts` what is read of them.
-    `specs` are those of values, as far as they are the same in all instances. `settings` are
-    arguments of the constructor, each with a value that it has. `modes` has those inputs and
-    outputs that are there in one mode only, `lists` those inputs that are a list of tensors.
+    `made` are the modules that they call, `tree` all modules and `state` the tensors that they
+    read, by name from here on; `shapes` the shapes of those tensors, as code where they differ
+    between instances; `saved` those that a state_dict has. `literals` are nodes that are text,
+    `texts` what is read of them. `specs` are those of values, as far as they are the same in all
+    instances. `settings` are arguments of the constructor, each with a value that it has. `modes`
+    has those inputs and outputs that are there in one mode only, `lists` those inputs that are a
+    list of tensors.
     """
 
     path: str
@@ -27,6 +28,7 @@ class Scope:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     made: Mapping[str, Made]
+    tree: Mapping[str, nn.Module]
     state: Mapping[str, Tensor]
     shapes: Mapping[str, tuple[Any, ...]]
     saved: frozenset[str]
