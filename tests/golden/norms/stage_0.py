@@ -20,5 +20,4 @@ class Stage0(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # models.py
-        x = self.relu(self.bn(self.conv(x))) * self.scale  # line 48
-        return x
+        return self.relu(self.bn(self.conv(x))) * self.scale  # line 48

@@ -18,5 +18,4 @@ class Stage1(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # models.py
         x = F.dropout(x, p=0.25, training=self.training)  # line 49
-        output = self.head(x.mean((2, 3)))  # line 50: float32[batch, 2]
-        return output
+        return self.head(x.mean((2, 3)))  # line 50: float32[batch, 2]

@@ -24,5 +24,4 @@ class Stage1(nn.Module):
             # line 118: x = x + self.b(x) if self.training else x - self.b(x).relu()
             x = x - b.relu()
         x = x_2 if self.training else x  # line 118
-        output = self.c(x)  # line 119: float32[batch, 3]
-        return output
+        return self.c(x)  # line 119: float32[batch, 3]

@@ -19,5 +19,6 @@ class Stage1(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # middle in models.py
         # line 32: x = self.middle(skip)
-        x = self.middle["3"](self.middle["2"](self.middle["1"](x)))  # float32[batch, 6]
-        return x
+        return self.middle["3"](
+            self.middle["2"](self.middle["1"](x))
+        )  # float32[batch, 6]

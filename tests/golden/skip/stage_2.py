@@ -18,5 +18,4 @@ class Stage2(nn.Module):
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
         # models.py
-        output = self.last(torch.cat([x, skip], dim=1))  # line 33: float32[batch, 3]
-        return output
+        return self.last(torch.cat([x, skip], dim=1))  # line 33: float32[batch, 3]

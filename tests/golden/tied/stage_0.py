@@ -20,5 +20,4 @@ class Stage0(nn.Module):
         embed = self.embed(tokens)  # line 64: float32[batch, length, 6]
 
         # body in models.py
-        x = self.body[1](self.body[0](embed))  # line 64
-        return x
+        return self.body[1](self.body[0](embed))  # line 64

@@ -22,5 +22,4 @@ class Stage1(nn.Module):
 
         # models.py
         # line 64: return self.head(self.body(self.embed(tokens)))
-        output = self.head(x)  # float32[batch, length, 11]
-        return output
+        return self.head(x)  # float32[batch, length, 11]
