@@ -167,6 +167,8 @@ def write(
         toy.model.__name__,
         "",
         BATCH,
+        {},
+        (),
         m,
         schedule,
         ("cpu",) * n_lanes,
