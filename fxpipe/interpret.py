@@ -92,21 +92,23 @@ def _compute(node: fx.Node, modules: Mapping[str, nn.Module]) -> Compute:
 
 @contextmanager
 def untouched(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put buffers, train flags and random state back afterwards."""
+    """Put attributes, the values of buffers, train flags and random state back afterwards."""
     kept = {
         name: tensor.detach().clone()
         for name, tensor in state.items()
         if not isinstance(tensor, nn.Parameter)
     }
-    modes = [(module, module.training) for module in model.modules()]
+    spaces = [space for m in model.modules() for space in (vars(m), m._buffers)]
+    attributes = [(space, dict(space)) for space in spaces]
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        for name, before in kept.items():
-            state[name].data.copy_(before)
-        for module, mode in modes:
-            module.training = mode
+        for name, value in kept.items():
+            state[name].data.copy_(value)
+        for space, before in attributes:
+            space.clear()
+            space.update(before)
 
 
 def model_dtype(model: nn.Module) -> torch.dtype:

@@ -5,7 +5,8 @@ micro-batch's loss is weighted by its share of the rows, so that gradients are t
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.capture.names import all_tensors
 from fxpipe.difference import Difference, compare
 from fxpipe.errors import InputError
+from fxpipe.interpret import untouched
 from fxpipe.loss import loss_of
 from fxpipe.runtime import Pipeline, Runner, load
 from fxpipe.runtime.fit import sizes_of
@@ -77,40 +80,43 @@ def verify(
     case = _case(target, pipe.manifest, rows, torch_dtype)
     start = copy.deepcopy(plain.state_dict())
 
-    def reset(module: nn.Module, training: bool) -> None:
-        module.load_state_dict(start)
-        module.zero_grad()
-        module.train(training)
-        torch.manual_seed(SEED)
+    @contextmanager
+    def fresh(module: nn.Module, training: bool) -> Iterator[None]:
+        with untouched(module, dict(all_tensors(module))):
+            module.load_state_dict(start)
+            module.zero_grad()
+            module.train(training)
+            torch.manual_seed(SEED)
+            yield
 
-    reset(plain, training=True)
-    outputs = case.run_plain(plain)
-    gradients, buffers = _gradients(plain), _buffers(plain)
+    with fresh(plain, training=True):
+        outputs = case.run_plain(plain)
+        gradients, buffers = _gradients(plain), _buffers(plain)
 
-    reset(pipe, training=True)
-    note("step(): outputs", case.each(case.step(pipe)), case.each(outputs))
-    note("step(): gradients", _gradients(pipe), gradients)
-    note("step(): buffers", _buffers(pipe), buffers)
+    with fresh(pipe, training=True):
+        note("step(): outputs", case.each(case.step(pipe)), case.each(outputs))
+        note("step(): gradients", _gradients(pipe), gradients)
+        note("step(): buffers", _buffers(pipe), buffers)
 
     modes = (True, False) if pipe.manifest.has_eval else (True,)
     apart = {training: unmergeable(pipe.manifest, training) for training in modes}
     if apart[True] is None:
-        reset(pipe, training=True)
-        found = case.run_pipe(pipe)
-        note("backward(): outputs", found, case.merged(outputs, training=True))
-        note("backward(): gradients", _gradients(pipe), gradients)
-        note("backward(): buffers", _buffers(pipe), buffers)
+        with fresh(pipe, training=True):
+            found = case.run_pipe(pipe)
+            note("backward(): outputs", found, case.merged(outputs, training=True))
+            note("backward(): gradients", _gradients(pipe), gradients)
+            note("backward(): buffers", _buffers(pipe), buffers)
 
     if False in modes:  # else the pipeline has no eval mode, and says so
         with torch.no_grad():
-            reset(plain, training=False)
-            outputs = case.run_plain(plain)
-            reset(pipe, training=False)
-            if apart[False] is None:
-                found = case.run_pipe(pipe)
-                note("eval(): outputs", found, case.merged(outputs, training=False))
-            else:
-                note("eval(): outputs", case.each(case.run_runner(pipe)), case.each(outputs))
+            with fresh(plain, training=False):
+                outputs = case.run_plain(plain)
+            with fresh(pipe, training=False):
+                if apart[False] is None:
+                    found = case.run_pipe(pipe)
+                    note("eval(): outputs", found, case.merged(outputs, training=False))
+                else:
+                    note("eval(): outputs", case.each(case.run_runner(pipe)), case.each(outputs))
     notes = {
         f"{reason}: compared by micro-batch" for reason in apart.values() if reason is not None
     }

@@ -296,7 +296,6 @@ class NewBuffer(nn.Module):
         (Branch(), ["test_capture.py", "if x.sum() > 0:", "path does not depend on the values"]),
         (Frozen(), ["one batch size only", "view(4, 6)", "x.size(0)"]),
         (Foreign(), ["'tests::twice'", "torch alone", "torch.ops.tests.twice(self.layers(x))"]),
-        (NewBuffer(), ["buffer 'total'", "copy_"]),
     ],
     ids=lambda value: type(value).__name__,
 )

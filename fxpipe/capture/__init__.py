@@ -11,15 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe.capture.assigned import (
+    assigned,
+    attribute_marks,
+    changed,
+    move_writes,
+    write_back,
+)
 from fxpipe.capture.calls import CallCheck
-from fxpipe.capture.check import Check, Checked, refuse_new_buffers
+from fxpipe.capture.check import Check, Checked
 from fxpipe.capture.dtypes import open_dtypes
 from fxpipe.capture.dynamo import FlatModel, dynamo_graph, user_place
 from fxpipe.capture.functions import Functions
 from fxpipe.capture.graph import own_graph
 from fxpipe.capture.inputs import Form, batch_of, bind, copies, flat_inputs, input_names, with_rows
 from fxpipe.capture.modes import depends_on_mode, merge_modes
-from fxpipe.capture.names import ModelNames, model_names
+from fxpipe.capture.names import ModelNames, all_tensors, model_names
 from fxpipe.capture.region import Region
 from fxpipe.capture.simplify import simplify
 from fxpipe.capture.sizes import Sizes, describe_sizes, elsewhere, resized, together
@@ -53,7 +60,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     batch, batched = batch_of(tensors)
     if batch == 1:  # a size of 1 would be taken for a constant
         tensors = with_rows(tensors, batched, [0, 0])
-    with untouched(model, model_names(model).state):
+    names = model_names(model)
+    with untouched(model, names.state):
         model.train()
         with contextlib.ExitStack() as stack:
             another = functools.partial(copies, tensors)
@@ -61,20 +69,25 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
                 fake = stack.enter_context(faked(model))
                 stack.enter_context(fake.mode)
                 another = functools.partial(fake.copies, tensors)
-            before = dict(model.named_buffers(remove_duplicate=False))
-            outputs = _outputs_by_mode(model, form, lambda: rebuild(input_structure, another()))
-            refuse_new_buffers(model, before)
-    flat = FlatModel(model, form, input_structure, outputs)
-    inputs = input_names(input_structure)
-    try:
-        free = not memoryless and not isinstance(model, Region)
-        traced = _trace(flat, tensors, batched, inputs, free=free)
-    except Exception:  # the model is too much for symbols, or is wrong: the next one tells
-        traced = _trace(flat, tensors, batched, inputs, free=False)
+            before = attribute_marks(model)
+            outputs, replaced = _first_calls(
+                model, form, lambda: rebuild(input_structure, another())
+            )
+            changing = changed(before, attribute_marks(model))
+        flat = FlatModel(model, form, input_structure, outputs, replaced)
+        inputs = input_names(input_structure)
+        trace = functools.partial(_trace, flat, names, tensors, batched, inputs, changing)
+        try:
+            traced = trace(free=not memoryless and not isinstance(model, Region))
+        except Exception:  # the model is too much for symbols, or is wrong: the next one tells
+            traced = trace(free=False)
     graph, names, outputs = traced.graph, traced.names, traced.outputs
-    _drop_dead(graph, traced.found.ops)
+    found = traced.found.ops
+    move_writes(graph, found, names.aliases)
+    ops = {node.name: found[node.name] for node in graph.nodes if node.name in found}
+    _drop_dead(graph, ops)
     tree = dict(model.named_modules(remove_duplicate=False))
-    ops = name_values(graph, traced.found.ops, tree, outputs)
+    ops = name_values(graph, ops, tree, outputs)
     literals, specs = _describe_values(graph)
     live = {node.name for node in graph.nodes if node.name in specs or node.name not in literals}
     return Capture(
@@ -112,19 +125,26 @@ def _checked(found: Checked, evaluates: bool, memoryless: bool) -> str:
     return f"{modes}, by the calls of torch alone" if memoryless else modes
 
 
-def _outputs_by_mode(
+def _first_calls(
     model: nn.Module, form: Form, given: Callable[[], dict[str, Any]]
-) -> Structure:
-    """The structure of the model's outputs, in train and eval mode if they differ."""
+) -> tuple[Structure, dict[bool, list[str]]]:
+    """The structure of the model's outputs, in train and eval mode if they differ.
+
+    And the buffers that forward assigns anew in train mode (True) and in eval mode (False).
+    """
+    state = dict(all_tensors(model))
     training, _ = describe(_call(model, form, given()))
+    replaced = {True: assigned(model, state)}
     model.eval()
     try:
         with torch.no_grad():
             evaluation, _ = describe(form.call(model, given()))
     except Exception:  # a model that can't be evaluated on these inputs is pipelined for training
         evaluation = training
+    replaced[False] = assigned(model, state)
     model.train()
-    return training if evaluation == training else {"train": training, "eval": evaluation}
+    outputs = training if evaluation == training else {"train": training, "eval": evaluation}
+    return outputs, replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +163,11 @@ class _Traced:
 
 def _trace(
     flat: FlatModel,
+    names: ModelNames,
     tensors: Sequence[Tensor],
     batched: Sequence[bool],
     inputs: Sequence[str],
+    changing: Sequence[str],
     *,
     free: bool,
 ) -> _Traced:
@@ -156,7 +178,7 @@ def _trace(
     """
     model, outputs = flat.model, flat.outputs
     memoryless = lacks_memory(model)
-    names, functions = model_names(model), Functions()
+    names, functions = names.copy(), Functions()
     sizes: list[Sizes] = []
 
     def trace(flat: FlatModel, tensors: Sequence[Tensor]) -> tuple[fx.Graph, dict[str, nn.Module]]:
@@ -165,6 +187,7 @@ def _trace(
             own_names = names if own else model_names(flat.model)
             found = dynamo_graph(flat, tensors, batched, free=free)
             graph = own_graph(found, own_names, inputs, functions)
+            write_back(graph, flat.assigned[flat.training], own_names.state)
         if flat.model is model:
             names.add_constants_of(own_names)
         sizes.append(describe_sizes(graph, tensors, batched))
@@ -180,9 +203,12 @@ def _trace(
             more, outputs = merge_modes(graph, flat, tensors, trace)
             modules.update(more)
     there = elsewhere(sizes[0])
-    kind = CallCheck if memoryless else Check
     given = resized(tensors, sizes[0], there)
-    check = kind(flat, graph, modules, names.state, given, outputs)
+    check: Check | CallCheck
+    if memoryless:
+        check = CallCheck(flat, graph, modules, names.state, given, outputs)
+    else:
+        check = Check(flat, graph, modules, names.state, given, outputs, changing)
     found = check.run()
     by_mode = "eval" not in flat.outputs and (
         not found.identical_in_eval or (not memoryless and depends_on_mode(graph, found.ops))

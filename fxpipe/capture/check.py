@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.capture.dynamo import FlatModel
 from fxpipe.capture.inputs import copies
+from fxpipe.capture.names import all_tensors
 from fxpipe.capture.observe import Observer, merge_ops
 from fxpipe.errors import CaptureError, FxpipeError, InputError
 from fxpipe.interpret import DTYPE, TRAINING, Hook, model_dtype, run_graph, untouched
@@ -43,7 +44,10 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Runs graph and model side by side on `inputs`."""
+    """Runs graph and model side by side on `inputs`.
+
+    Twice in a row, if forward changes the attributes `changing`, on which a later call may depend.
+    """
 
     flat: FlatModel
     graph: fx.Graph
@@ -51,6 +55,7 @@ class Check:
     state: Mapping[str, Tensor]
     inputs: Sequence[Tensor]
     outputs: Structure
+    changing: Sequence[str]
 
     def run(self) -> Checked:
         """Both modes. Raises CaptureError if the two differ in train mode, and InputError if the
@@ -67,7 +72,7 @@ class Check:
         if difference is not None:
             raise CaptureError(
                 f"the captured graph does not compute what the model does in train mode: "
-                f"{difference}"
+                f"{difference}{self._hint()}"
             )
         evaluation = Observer(self.modules, self.state)
         try:
@@ -93,7 +98,7 @@ class Check:
                 raise CaptureError(_not_fixed(structure, found))
             return tensors
 
-        return observe_run(run, self.flat, self.state, training)
+        return self._observed(run, training)
 
     def _captured(self, training: bool, hook: Hook) -> Result:
         attributes = {**self.state, TRAINING: training, DTYPE: model_dtype(self.flat)}
@@ -102,7 +107,22 @@ class Check:
             made = run_graph(self.graph, self.modules, attributes, copies(self.inputs), hook)
             return [made[place] for place in places(in_mode(self.outputs, training))]
 
-        return observe_run(run, self.flat, self.state, training)
+        return self._observed(run, training)
+
+    def _observed(self, call: Run, training: bool) -> Result:
+        calls = 2 if self.changing else 1
+        return observe_run(
+            lambda: [output for _ in range(calls) for output in call()],
+            self.flat,
+            self.state,
+            training,
+        )
+
+    def _hint(self) -> str:
+        if not self.changing:
+            return ""
+        names = ", ".join(f"`{name}`" for name in self.changing[:5])
+        return f"\nA forward changes {names}: what a later call must know belongs in a buffer."
 
 
 def _not_fixed(structure: Structure, found: Structure) -> str:
@@ -117,15 +137,16 @@ def _not_fixed(structure: Structure, found: Structure) -> str:
     return "the output's structure depends on the batch: it must be the same for every batch"
 
 
-def observe_run(run: Run, model: nn.Module, state: Mapping[str, Tensor], training: bool) -> Result:
+def observe_run(run: Run, flat: FlatModel, state: Mapping[str, Tensor], training: bool) -> Result:
     """Outputs of `run`, gradients of a fixed function of them, and buffers afterwards."""
-    with untouched(model, state):
-        model.train(training)
+    with untouched(flat, state):
+        flat.train(training)
         torch.manual_seed(0)
         outputs = run()
+        present = {**state, **{k: v for k, v in all_tensors(flat.model) if k in state}}
         buffers = {
             name: tensor.detach().clone()
-            for name, tensor in state.items()
+            for name, tensor in present.items()
             if not isinstance(tensor, nn.Parameter)
         }
     named = {f"output {k}": output for k, output in enumerate(outputs)}
@@ -167,16 +188,6 @@ def compare(expected: Result, found: Result) -> str | None:
             if not distance <= allowed:
                 return f"{group[:-1]} {name} differs by {distance:.3g} (allowed {allowed:.3g})"
     return None
-
-
-def refuse_new_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Raise CaptureError if a forward replaced a buffer, which tracing would drop in silence."""
-    for name, tensor in model.named_buffers(remove_duplicate=False):
-        if name in before and before[name] is not tensor:
-            raise CaptureError(
-                f"forward assigns the buffer {name!r} anew, which can't be captured: "
-                f"write it in place, as in self.{name.rpartition('.')[2]}.copy_(...)"
-            )
 
 
 def _eps(tensor: Tensor) -> float:

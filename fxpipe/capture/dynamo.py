@@ -6,7 +6,7 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import islice
@@ -46,14 +46,26 @@ _SETTINGS: dict[str, Any] = {
 
 
 class FlatModel(nn.Module):
-    """The model as a function from flat tensors to flat tensors."""
+    """The model as a function from flat tensors to flat tensors.
 
-    def __init__(self, model: nn.Module, form: Form, inputs: Structure, outputs: Structure) -> None:
+    `assigned` are the buffers that forward puts another tensor in place of, in train mode (True)
+    and in eval mode (False).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        form: Form,
+        inputs: Structure,
+        outputs: Structure,
+        assigned: Mapping[bool, Sequence[str]],
+    ) -> None:
         super().__init__()
         self.model = model
         self.form = form
         self.inputs = imported(inputs)  # here, since Dynamo does not trace an import
         self.outputs = outputs
+        self.assigned = assigned
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors of the model's output, given those of its input."""
@@ -63,6 +75,11 @@ class FlatModel(nn.Module):
         """The model's output, given the tensors of its input."""
         return self.form.call(self.model, assemble(self.inputs, tensors))
 
+    def left(self) -> list[Tensor]:
+        """What forward left in the place of the buffers in `assigned`."""
+        paths = [name.rpartition(".") for name in self.assigned[self.training]]
+        return [getattr(self.model.get_submodule(path), leaf) for path, _, leaf in paths]
+
 
 def dynamo_graph(
     model: FlatModel, tensors: Sequence[Tensor], batched: Sequence[bool], *, free: bool
@@ -70,6 +87,8 @@ def dynamo_graph(
     """The torch-level graph of `model`, dimension 0 of all batched tensors one symbol.
 
     If `free`, so is each other dimension that the model does not ask to have its size.
+    The outputs are the model's and then those of `model.left`.
+
     Returns the graph inside its GraphModule (`graph.owning_module`), which holds the model's own
     parameters and buffers by reference. Raises CaptureError with the user's line. A region has been
     traced already.
@@ -100,7 +119,7 @@ def dynamo_graph(
             ]
             for size in sizes[1:]:
                 torch._check(size == sizes[0])  # type: ignore[no-untyped-call]
-            return self.flat(*tensors)  # type: ignore[no-any-return]
+            return [*self.flat(*tensors), *self.flat.left()]
 
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]

@@ -34,12 +34,13 @@ def own_graph(
 ) -> fx.Graph:
     """`found` anew: inputs called `inputs`, `get_attr` nodes by the model's names for its state.
 
-    Each node's `meta` keeps `val` (its fake value), `module` (path of the module that called it),
-    `call` (which call of which module), `stack` (path and call of each module that it is inside of,
-    outermost first), `source` (the user's line), `frames` and `statements` (all of the user's lines
-    that led to it, outermost first, and what else is known of them) and `region` (its grad mode and
-    autocast). `names.state` grows by the tensors that tracing itself made, `functions` by the
-    custom ones that are called. Raises CaptureError for one that can't be copied.
+    Each node's `meta` keeps `val` (its fake value; a `get_attr` has it in `fake`, and in `val` the
+    real one), `module` (path of the module that called it), `call` (which call of which module),
+    `stack` (path and call of each module that it is inside of, outermost first), `source` (the
+    user's line), `frames` and `statements` (all of the user's lines that led to it, outermost
+    first, and what else is known of them) and `region` (its grad mode and autocast). `names.state`
+    grows by the tensors that tracing itself made, `functions` by the custom ones that are called.
+    Raises CaptureError for one that can't be copied.
     """
     builder = _Builder(names, functions)
     placeholders = [node for node in found.nodes if node.op == "placeholder"]
@@ -66,6 +67,7 @@ class _Builder:
         self.values: dict[fx.Node, Any] = {}
         self.attributes: dict[str, fx.Node] = {}
         self.region = PLAIN
+        self.fakes: dict[int, Tensor] = {}
 
     def copy(self, found: fx.Graph) -> list[Any]:
         """Copy all ops of `found`; its placeholders are in `values`. Returns its outputs."""
@@ -76,6 +78,7 @@ class _Builder:
                 return [self.values[value] for value in node.args[0]]
             if node.op == "get_attr":
                 self.values[node] = _attribute(owner, str(node.target))
+                self.fakes[id(self.values[node])] = node.meta.get("example_value")
             elif node.op != "placeholder" and node.target not in _SKIPPED:
                 region = behind(node, self.region)
                 if region is None:
@@ -94,7 +97,7 @@ class _Builder:
             self.names.add_constant(name, value)
         if name not in self.attributes:
             self.attributes[name] = self.graph.get_attr(name)
-            self.attributes[name].meta["val"] = value
+            self.attributes[name].meta |= {"val": value, "fake": self.fakes.get(id(value), value)}
         return self.attributes[name]
 
     def result(self, value: Any) -> Argument:
@@ -120,6 +123,11 @@ class _Builder:
     def _call(self, node: fx.Node) -> Any:
         if node.target is _CHECKPOINT:
             return self._inline(node)
+        if "autograd_function_apply" in str(node.target):  # of a trace that was not ours
+            raise CaptureError(
+                f"a custom autograd.Function can't be captured within torch.compile "
+                f"({_where(node)}): compile the model by fxpipe.compile or the command"
+            )
         if node.op == "call_function" and isinstance(node.args[0] if node.args else None, fx.Node):
             container = self.values[node.args[0]]  # type: ignore[index]
             if isinstance(container, list):  # an item of an opened region's outputs

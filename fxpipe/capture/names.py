@@ -46,6 +46,10 @@ class ModelNames:
         for name in other.state.keys() - self.state.keys():
             self.add_constant(name, other.state[name])
 
+    def copy(self) -> "ModelNames":
+        """The same names, to which constants can be added."""
+        return ModelNames(self.modules, dict(self.tensors), dict(self.state), self.saved)
+
     @property
     def aliases(self) -> dict[str, str]:
         """Each further name of a tensor to its first."""
@@ -58,14 +62,14 @@ def model_names(model: nn.Module) -> ModelNames:
     for path, module in model.named_modules(remove_duplicate=False):
         modules.setdefault(id(module), []).append(path)
     saved = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
-    state = {**saved, **{k: v for k, v in _all_tensors(model) if k not in saved}}
+    state = {**saved, **{k: v for k, v in all_tensors(model) if k not in saved}}
     tensors: dict[int, list[str]] = {}
     for name, tensor in state.items():
         tensors.setdefault(id(tensor), []).append(name)
     return ModelNames(modules, tensors, state, frozenset(saved))
 
 
-def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, buffers and plain tensor attributes, which a state_dict leaves out."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""

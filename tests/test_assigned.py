@@ -1,0 +1,204 @@
+"""Buffers that forward assigns anew: written in place, with the values that the model has."""
+
+import pytest
+import torch
+from flat import verified
+from torch import nn
+
+from fxpipe.capture import capture
+from fxpipe.errors import CaptureError
+
+
+class Base(nn.Module):
+    """A layer before and one behind what is tested."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 6)
+        self.register_buffer("total", torch.ones(6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("other", torch.full((6,), 3.0))
+
+    def forward(self, x):
+        return self.last(self.step(self.first(x)))
+
+
+class Average(Base):
+    """Read before and after it is assigned; counted in train mode only."""
+
+    def step(self, x):
+        if self.training:
+            self.count = self.count + 1
+            self.total = 0.9 * self.total + 0.1 * x.detach().mean(0)
+        return x / self.total + self.count
+
+
+class Old(Base):
+    """The old value goes on: in a product whose backward needs it, in a view, as it is."""
+
+    def step(self, x):
+        old = self.total
+        row = self.other[:3]
+        self.total = self.total + x.detach().sum(0)
+        self.other = self.other * 2
+        return x * old + old + self.total + row.repeat(2) * x
+
+
+class Swapped(Base):
+    def step(self, x):
+        self.total, self.other = self.other, self.total
+        return x * self.total
+
+
+class Kept(Base):
+    """The last but one total is kept; the next is made in place, of values with a gradient."""
+
+    def step(self, x):
+        self.other = self.total.detach()
+        self.total = torch.zeros_like(self.total)
+        self.total += x.mean(0)
+        self.total[0] = 0.5
+        return x * self.total + self.other
+
+
+class Twice(Base):
+    """A submodule called twice: the second call reads what the first one left."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Average()
+
+    def step(self, x):
+        return self.inner(self.inner(x))
+
+
+class Only(Base):
+    """Written, never read: and each mode writes another value."""
+
+    def step(self, x):
+        self.total = x.detach().amax(0) if self.training else x.detach().amin(0)
+        return x.relu()
+
+
+class Plain(Base):
+    """A tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = torch.zeros(6)
+
+    def step(self, x):
+        self.seen = self.seen + x.detach().mean(0)
+        return x + self.seen
+
+
+def rows(batch):
+    return {"x": torch.randn(batch, 6)}
+
+
+KINDS = [Average, Old, Swapped, Kept, Twice, Only, Plain]
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_micro_batch_writes_what_the_model_would(kind, mode, tmp_path):
+    package = verified(kind, rows, tmp_path, checkpoint=mode)
+    stages = "".join(text for name, text in package.files.items() if name.startswith("stage"))
+    assert ".copy_(" in stages
+    assert any(stage.mutated_buffers for stage in package.manifest.stages)
+
+
+def test_the_model_keeps_its_own_tensors_and_attributes():
+    class Counts(Average):
+        calls = 0
+
+        def step(self, x):
+            self.calls += 1
+            self.last_input = x
+            return super().step(x)
+
+    model = Counts()
+    total, attributes = model.total, set(vars(model))
+    capture(model, (torch.randn(4, 6),), {})
+    assert model.total is total
+    assert torch.equal(total, torch.ones(6))
+    assert set(vars(model)) == attributes
+    assert model.calls == 0
+
+
+def test_an_input_may_be_what_is_left():
+    class Given(Base):
+        def forward(self, x, total):
+            self.total = total
+            return self.last(self.first(x)) * self.total
+
+    captured = capture(Given(), (torch.randn(4, 6),), {"total": torch.randn(6)})
+    assert [op.mutates for op in captured.ops.values() if op.mutates] == [("total",)]
+
+
+class Wider(Base):
+    def step(self, x):
+        self.count = self.count + 0.5
+        return x * self.count
+
+
+class Rows(Base):
+    def step(self, x):
+        self.total = self.total + x.detach()
+        return x * self.total[0]
+
+
+class Counter(Base):
+    """A number that the result depends on: only a buffer can count in a graph."""
+
+    calls = 0
+
+    def step(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+class Memory(Base):
+    """None before the first call."""
+
+    memory = None
+
+    def step(self, x):
+        before, self.memory = self.memory, x.detach().mean(0)
+        return x if before is None else x + before
+
+
+class History(Base):
+    def __init__(self):
+        super().__init__()
+        self.past = []
+
+    def step(self, x):
+        self.past.append(x.detach().mean(0))
+        return x + sum(self.past)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Wider, "assigns 'count' anew, float32\\[\\] where it was int64\\[\\]"),
+        (Rows, "assigns 'total' anew, float32\\[.*, 6\\] where it was float32\\[6\\]"),
+        (Counter, "changes `calls`: what a later call must know belongs in a buffer"),
+        (Memory, "changes `memory`"),
+        (History, "changes `past`"),
+    ],
+)
+def test_what_can_be_no_write_in_place_is_refused(kind, says):
+    with pytest.raises(CaptureError, match=says):
+        capture(kind(), (torch.randn(4, 6),), {})
+
+
+def test_what_a_call_only_leaves_behind_is_no_hindrance():
+    class Leaves(Base):
+        def step(self, x):
+            self.seen = x.detach()
+            self.calls = getattr(self, "calls", 0) + 1
+            return x
+
+    assert capture(Leaves(), (torch.randn(4, 6),), {}).checked == "train and eval"
