@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.backend import backend
-from fxpipe.errors import InputError
+from fxpipe.errors import CaptureError
 from fxpipe.runtime.random import microbatch_seeds
 
 OPTIONS = {"devices": "cpu*2", "microbatches": 2}
@@ -189,7 +189,7 @@ def test_one_batch_size_only_is_told():
         def forward(self, x):
             return self.layers(x).view(4, 6)
 
-    with pytest.raises(InputError, match="invalid for input of size"):
+    with pytest.raises(CaptureError, match="one batch size only, 4"):
         compiled(Frozen())(torch.randn(4, 6))
 
 

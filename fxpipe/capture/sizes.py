@@ -34,10 +34,15 @@ def describe_sizes(graph: fx.Graph, tensors: Sequence[Tensor], batched: Sequence
     """Name the symbols of a trace and say in them what each node of `graph` is.
 
     `meta["spec"]` is the spec of a tensor, `meta["size"]` the text of a size. Raises CaptureError
-    if an input's size is known only by way of another.
+    if an input's size is known only by way of another, or the graph holds for one batch only.
     """
     given = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
     names = _names(given, batched)
+    if "batch" not in names.values():
+        raise CaptureError(
+            f"forward works for one batch size only, {tensors[list(batched).index(True)].size(0)}\n"
+            "A pipeline cuts the batch into micro-batches: write x.size(0) in place of the number."
+        )
 
     def write(expression: sympy.Expr) -> str | None:
         return _text(expression, names)
