@@ -75,14 +75,20 @@ def lacks_memory(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def faked(*models: nn.Module) -> Iterator["Faked"]:
-    """Meanwhile all parameters, buffers and tensor attributes of `models` are fake ones."""
+def faked(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator["Faked"]:
+    """Meanwhile all parameters, buffers and tensor attributes of `model` are fake ones.
+
+    With `dtype`, as `model.to(dtype)` would leave them.
+    """
     fake = Faked()
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
-    for module in (module for model in models for module in model.modules()):
+    for module in model.modules():
         places: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
         for held in places:
-            kept += [(held, name, t) for name, t in held.items() if isinstance(t, Tensor)]
+            for name, tensor in held.items():
+                if isinstance(tensor, Tensor):
+                    kept.append((held, name, tensor))
+                    fake(tensor, None if held is vars(module) else dtype)
     for held, name, tensor in kept:
         held[name] = fake(tensor)
     try:
@@ -102,8 +108,8 @@ class Faked:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._made = WeakIdKeyDictionary()
 
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """The fake tensor of `tensor`."""
+    def __call__(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The fake tensor of `tensor`, where it is made in `dtype` if it is of floating point."""
         if tensor not in self._made:
             if tensor.is_meta:
                 with self.mode:
@@ -114,6 +120,11 @@ class Faked:
                     made = nn.Parameter(made.detach(), tensor.requires_grad)
             else:
                 made = self.mode.from_tensor(tensor)
+            if dtype is not None and tensor.is_floating_point():
+                wider = made.detach().to(dtype)
+                trained = tensor.requires_grad
+                is_state = isinstance(tensor, nn.Parameter)
+                made = nn.Parameter(wider, trained) if is_state else wider.requires_grad_(trained)
             self._made[tensor] = made
         return self._made[tensor]  # type: ignore[no-any-return]
 

@@ -76,12 +76,18 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         n_bytes = sum(map(_bytes, [*given, *made]))
         if packet in _PICK:
             n_bytes += sum(map(_bytes, made)) - _bytes(given[0])
-        count = flop_registry.get(packet)
-        operations = count(*args, **kwargs, out_val=result) if count else 0
+        operations = _operations(packet, args, kwargs, result)
         dtype = given[0].dtype if given else made[0].dtype
         arithmetic_ms = operations / (_ARITHMETIC * self._device.operations_per_ms(dtype))
         memory_ms = n_bytes / (_MEMORY * self._device.bytes_per_ms)
         return self._device.launch_ms + max(arithmetic_ms, memory_ms)
+
+
+def _operations(packet: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
+    if packet is aten._grouped_mm:  # each row meets the matrix of its group
+        return int(2 * args[0].numel() * args[1].shape[-1])
+    count = flop_registry.get(packet)
+    return int(count(*args, **kwargs, out_val=result)) if count else 0
 
 
 def _tensors(tree: Any) -> list[Tensor]:

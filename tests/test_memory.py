@@ -125,7 +125,7 @@ def test_it_is_emitted_as_with_memory():
 
 
 def test_a_graph_that_makes_other_calls_is_not_called_equal():
-    with mock.patch("fxpipe.capture.calls._calls", lambda run: (run(), [object()])[1]):
+    with mock.patch("fxpipe.capture.calls.calls_of", lambda run: (run(), [object()])[1]):
         assert capture(built(models.Chain), (torch.randn(8, 6),), {}).checked == "nothing"
 
 

@@ -198,7 +198,7 @@ def _trace(
     with untouched(model, names.state):
         flat.train()
         graph, modules = trace(flat, tensors)
-        open_dtypes(graph, flat, tensors, trace)
+        open_dtypes(graph, flat, modules, names.state, tensors, trace)
         if "eval" in outputs:
             more, outputs = merge_modes(graph, flat, tensors, trace)
             modules.update(more)

@@ -67,25 +67,25 @@ class CallCheck:
                 made = run_graph(self.graph, self.modules, attributes, given, observer)
                 return [made[place] for place in places(in_mode(self.outputs, training))]
 
-            same = _calls(lambda: self.flat(*expected)) == _calls(run)
+            same = calls_of(lambda: self.flat(*expected)) == calls_of(run)
         return observer, same
 
 
-def _calls(run: Callable[[], Sequence[Tensor]]) -> list[Any]:
+def calls_of(run: Callable[[], Sequence[Tensor]]) -> list[Any]:
     """What `run` calls, and what it gives."""
-    calls = _Calls()
+    calls = Calls()
     with calls:
         given = run()
     return [*calls.found, *map(calls.kind, given)]
 
 
-class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes each call that reaches torch's ops; tensors by kind and by whose memory they are."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Any] = []
-        self._numbers: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []
 
     def __torch_dispatch__(
@@ -99,5 +99,5 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def kind(self, tensor: Tensor) -> tuple[Any, ...]:
         """All but the values."""
         self._alive.append(tensor)
-        number = self._numbers.setdefault(storage_of(tensor), len(self._numbers))
+        number = self.numbers.setdefault(storage_of(tensor), len(self.numbers))
         return number, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()

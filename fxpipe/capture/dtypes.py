@@ -1,68 +1,100 @@
 """The model's own dtype, which tracing bakes into a graph, made an input of it again.
 
 `x.to(torch.float32)`, where it was `x.to(y.dtype)`, becomes `x.to(dtype)`. Which dtypes the user
-wrote as such can't be seen in one graph: the model is traced once more in another precision.
+wrote as such can't be seen in one graph: the model is run, or traced, in another precision too.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxpipe.capture.dynamo import FlatModel
 from fxpipe.capture.edit import Flags, Trace, kind_of, leaves_of, ops_of
+from fxpipe.capture.follow import follow
 from fxpipe.errors import FxpipeError
 from fxpipe.interpret import DTYPE, limit, model_dtype
 
 _LIMITS = ("min", "max", "eps", "tiny")
 
 
-def open_dtypes(graph: fx.Graph, model: FlatModel, tensors: Sequence[Tensor], trace: Trace) -> None:
-    """Rewrite `graph` in place so that it reads the model's dtype where it means it.
+def open_dtypes(
+    graph: fx.Graph,
+    model: FlatModel,
+    modules: Mapping[str, nn.Module],
+    state: Mapping[str, Tensor],
+    tensors: Sequence[Tensor],
+    trace: Trace,
+) -> None:
+    """Rewrite `graph`, traced in train mode, so that it reads the model's dtype where it means it.
 
-    `trace` gives the graph of a copy of the model in another precision. It is saved where no op
-    holds the model's dtype, or a limit of it. Where that copy runs other ops, or can't be traced,
-    those stay as they are.
+    Nothing is to be done where no op holds the model's dtype, or a limit of it. What is meant is
+    seen by running the model in another precision, or else by `trace`, which gives the graph of a
+    copy of it. Where that copy runs other ops, or can't be traced, constants stay as they are.
     """
     own = model_dtype(model)
-    limits = {getattr(torch.finfo(own), name) for name in _LIMITS}
-    held = {leaf for node in ops_of(graph) for leaf in leaves_of(node) if type(leaf) is not slice}
-    if own not in held and not limits & {leaf for leaf in held if isinstance(leaf, float)}:
-        return
     other = torch.float32 if own == torch.float64 else torch.float64
+    swaps: dict[Any, Any] = {_limit(own, name): _limit(other, name) for name in _LIMITS}
+    swaps[own] = other
+    held = [leaf for node in ops_of(graph) for leaf in leaves_of(node)]
+    if not any(isinstance(leaf, float | torch.dtype) and leaf in swaps for leaf in held):
+        return
     wider = [tensor.to(other) if tensor.is_floating_point() else tensor for tensor in tensors]
+    followed = follow(graph, model, modules, state, wider, swaps, other)
+    if followed is not None:
+        for node, value in followed.values.items():
+            node.meta["dtype"] = _kind_of_dtype(node, value)
+        for node in followed.opened:
+            _open(graph, node, [swaps.get(leaf) for leaf in _constants(node)], own, other)
+        return
     try:
         twin, _ = trace(copy.deepcopy(model).to(other), wider)
     except (FxpipeError, RuntimeError):
         return
     if [*map(kind_of, ops_of(graph))] != [*map(kind_of, ops_of(twin))]:
         return
-    flags = Flags(graph)
     for node, theirs in zip(ops_of(graph), ops_of(twin), strict=True):
-        node.meta["dtype"] = _kind_of_dtype(node, theirs)
-        places = iter(leaves_of(theirs))
-
-        def opened(leaf: Any, node: fx.Node = node, places: Any = places) -> Any:
-            twin = next(places)
-            if leaf == own and twin == other:
-                return flags.attribute(DTYPE)
-            if isinstance(leaf, float) and leaf != twin:
-                for name in _LIMITS:
-                    if (leaf, twin) == tuple(getattr(torch.finfo(d), name) for d in (own, other)):
-                        text = f"torch.finfo(dtype).{name}"
-                        return flags.call(limit, (flags.attribute(DTYPE), name), text, node)
-            return leaf
-
+        node.meta["dtype"] = _kind_of_dtype(node, theirs.meta.get("val"))
         if len(leaves_of(node)) == len(leaves_of(theirs)):
-            node.args = fx.node.map_aggregate(node.args, opened)
-            node.kwargs = fx.node.map_aggregate(node.kwargs, opened)
+            _open(graph, node, _constants(theirs), own, other)
 
 
-def _kind_of_dtype(node: fx.Node, theirs: fx.Node) -> str | None:
+def _kind_of_dtype(node: fx.Node, other: Any) -> str | None:
     """Whether a value's dtype is the model's `own` or `fixed`, as the other precision shows."""
-    ours, other = node.meta.get("val"), theirs.meta.get("val")
+    ours = node.meta.get("val")
     if not isinstance(ours, Tensor) or not isinstance(other, Tensor):
         return None
     return "fixed" if ours.dtype == other.dtype else "own"
+
+
+def _constants(node: fx.Node) -> list[Any]:
+    """The leaves of a node that could depend on a dtype, None for others."""
+    return [leaf if isinstance(leaf, float | torch.dtype) else None for leaf in leaves_of(node)]
+
+
+def _limit(dtype: torch.dtype, name: str) -> float:
+    return float(getattr(torch.finfo(dtype), name))
+
+
+def _open(
+    graph: fx.Graph, node: fx.Node, theirs: Sequence[Any], own: torch.dtype, other: torch.dtype
+) -> None:
+    """Read the model's dtype where `theirs`, the leaves in another precision, tell that."""
+    flags = Flags(graph)
+    leaves = iter(theirs)
+
+    def opened(leaf: Any) -> Any:
+        twin = next(leaves)
+        if leaf == own and twin == other:
+            return flags.attribute(DTYPE)
+        if isinstance(leaf, float) and leaf != twin:
+            for name in _LIMITS:
+                if (leaf, twin) == (_limit(own, name), _limit(other, name)):
+                    text = f"torch.finfo(dtype).{name}"
+                    return flags.call(limit, (flags.attribute(DTYPE), name), text, node)
+        return leaf
+
+    node.args = fx.node.map_aggregate(node.args, opened)
+    node.kwargs = fx.node.map_aggregate(node.kwargs, opened)
