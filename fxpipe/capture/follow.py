@@ -17,7 +17,7 @@ from fxpipe.capture.edit import leaves_of
 from fxpipe.errors import FxpipeError
 from fxpipe.interpret import DTYPE, TRAINING, Compute, run_graph
 from fxpipe.memory import faked
-from fxpipe.runtime.structure import in_mode, places
+from fxpipe.runtime.leaves import in_mode, places
 
 
 def follow(
