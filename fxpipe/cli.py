@@ -125,6 +125,7 @@ def compile_command(
         from fxpipe.profile_file import save_profile as write_profile
         from fxpipe.progress import Progress
         from fxpipe.runtime.stream import parse_devices
+        from fxpipe.weights import refuse_valueless
 
         refuse_loss(out)  # before the work rather than after it
         used = [str(device) for device in parse_devices(devices)]
@@ -136,6 +137,8 @@ def compile_command(
             model = loaded.build_without_memory()
         else:
             model = loaded.build()
+        if weights:
+            refuse_valueless(type(model).__name__, model.parameters())
         with Progress() as progress, loaded.running(f"{type(model).__name__}.forward"):
             _say(report.choice_text(devices, used, torch.cuda.device_count()))
             package = compile_model(

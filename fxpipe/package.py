@@ -12,7 +12,7 @@ from fxpipe.errors import PackageError
 from fxpipe.ir import Capture, Chain, PackageFiles, Plan, Profile, Wiring
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.standalone import with_runtime
-from fxpipe.weights import write_weights
+from fxpipe.weights import refuse_valueless, write_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,13 @@ class Package:
         With `weights`, the model's values too, which `load` then gives it; with `standalone`, the
         runtime, so that torch alone is needed to run it. Files are written beside `path` and moved,
         so that it is at all times the old package, the new one, or absent. Raises PackageError if
-        `path` is anything else than a package, or one with files edited by hand.
+        `path` is anything else than a package, or one with files edited by hand, or if weights are
+        asked for and the model was built without memory.
         """
         path = Path(path)
         refuse_loss(path)
+        if weights:
+            refuse_valueless(self.manifest.model, self.capture.state.values())
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:

@@ -1,6 +1,6 @@
 """A model's parameters and buffers as safetensors files, one for each stage of its package."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -32,6 +32,15 @@ def write_weights(folder: Path, manifest: Manifest, state: Mapping[str, Tensor])
                 f"safetensors can't hold the weights for {file} ({error}): leave them out, and "
                 "load them from torch.save(model.state_dict(), ...)"
             ) from error
+
+
+def refuse_valueless(model: str, tensors: Iterable[Tensor]) -> None:
+    """Raise PackageError if `tensors` of the model of that name have no values to write."""
+    if any(tensor.is_meta for tensor in tensors):
+        raise PackageError(
+            f"{model} was built without memory, so it has no values to write: leave --weights out, "
+            "and load them by pipe.load_weights(path)"
+        )
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

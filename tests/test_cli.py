@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -295,6 +296,14 @@ def test_analytic_costs_build_without_memory_and_say_so():
     assert "building without memory" in done.stderr
     assert "times analytic:h100; graph equal to the model in train and eval, by" in done.stdout
     assert run("verify", "out", "net.py").exit_code == 0
+
+
+def test_weights_of_a_model_without_memory_are_refused_before_the_work():
+    options = ("--devices", "2", "-o", "out", "--profile", "analytic:h100", "--weights")
+    with mock.patch("fxpipe.compiler.compile", side_effect=AssertionError):
+        message = refused("compile", write(), *options)
+    assert "no values to write: leave --weights out" in message
+    assert not Path("out").exists()
 
 
 def test_analytic_profile_of_an_unknown_device():

@@ -82,3 +82,13 @@ def test_what_safetensors_has_no_word_for_is_refused(tmp_path):
     with pytest.raises(PackageError, match="complex128"):
         package.write(tmp_path / "out", weights=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_memory_has_no_values_to_write(tmp_path):
+    with fxpipe.without_memory():
+        model = models.Chain()
+    x = torch.randn(4, 6)
+    package = fxpipe.compile(model, (x,), devices=2, microbatches=2, profile="analytic:h100")
+    with pytest.raises(PackageError, match="Chain was built without memory"):
+        package.write(tmp_path / "new" / "out", weights=True)
+    assert list(tmp_path.iterdir()) == []
