@@ -172,6 +172,7 @@ def _scope(
         name = str(value.target).removeprefix(prefix)
         if name not in attributes:
             attributes[name] = graph.get_attr(name)
+            attributes[name].name = f"self.{name}"  # unlike any value's
         return attributes[name]
 
     made, loops = _needing(opened, parts, facts)
