@@ -1,6 +1,7 @@
 """A model without memory: no parameter has values, buffers do, and what is emitted is the same."""
 
 import copy
+import logging
 from unittest import mock
 
 import models
@@ -132,3 +133,19 @@ def test_a_graph_that_makes_other_calls_is_not_called_equal():
 def test_nothing_can_be_measured_of_it():
     with pytest.raises(InputError, match=r"built without memory.*analytic:h100"):
         fxpipe.compile(built(models.Chain), (torch.randn(8, 6),), devices=2, microbatches=2)
+
+
+def test_an_op_that_another_precision_lacks_is_no_news():
+    class Grouped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 16, 16, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            ends = torch.tensor([8, 16], dtype=torch.int32, device=x.device)
+            return torch.nn.functional.grouped_mm(x.to(torch.bfloat16), self.weight, offs=ends)
+
+    model, x = built(Grouped), torch.randn(16, 16, dtype=torch.bfloat16)
+    with mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "handle") as told:
+        assert capture(model, (x,), {}).checked != "nothing"
+    told.assert_not_called()

@@ -78,7 +78,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         inputs = input_names(input_structure)
         trace = functools.partial(_trace, flat, names, tensors, batched, inputs, changing)
         try:
-            traced = trace(free=not memoryless and not isinstance(model, Region))
+            traced = trace(free=not isinstance(model, Region))
         except Exception:  # the model is too much for symbols, or is wrong: the next one tells
             traced = trace(free=False)
     graph, names, outputs = traced.graph, traced.names, traced.outputs

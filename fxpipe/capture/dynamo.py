@@ -121,12 +121,9 @@ def dynamo_graph(
                 torch._check(size == sizes[0])  # type: ignore[no-untyped-call]
             return [*self.flat(*tensors), *self.flat.left()]
 
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
     try:
         with (
+            quiet(),
             torch._dynamo.config.patch(_SETTINGS),
             patch("torch._dynamo.guards.build_guard_function", _no_guard),
             warnings.catch_warnings(),
@@ -139,10 +136,21 @@ def dynamo_graph(
         raise CaptureError(_frozen_batch(str(error), len(rows[0]))) from error
     except (TorchDynamoException, GuardOnDataDependentSymNode) as error:
         raise CaptureError(_unsupported(error)) from error
+    return module.graph
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Meanwhile torch writes nothing of what fails under tracing, or on fake tensors."""
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-    return module.graph
 
 
 def _no_guard(_parts: list[str], _arguments: str) -> tuple[str, str]:

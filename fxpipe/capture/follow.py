@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from fxpipe.capture.calls import Calls, calls_of
-from fxpipe.capture.dynamo import FlatModel
+from fxpipe.capture.dynamo import FlatModel, quiet
 from fxpipe.capture.edit import leaves_of
 from fxpipe.errors import FxpipeError
 from fxpipe.interpret import DTYPE, TRAINING, Compute, run_graph
@@ -34,7 +34,7 @@ def follow(
     None if the graph, whichever way they are read, does not make all of the model's calls.
     """
     try:
-        with faked(model, other) as fake, fake.mode:
+        with quiet(), faked(model, other) as fake, fake.mode:
             given = [fake.copies(tensors) for _ in range(2)]
             expected = calls_of(lambda: model(*given[0]))
             follower = Follower(expected, swaps)
