@@ -609,7 +609,7 @@ _ENTRIES = [
     transformers("Qwen3ForCausalLM", text, head_dim=8, **DECODER),
     transformers("GemmaForCausalLM", text, head_dim=8, **DECODER),
     transformers("Gemma2ForCausalLM", text, head_dim=8, sliding_window=8, **DECODER),
-    transformers("Gemma3ForCausalLM", text, head_dim=8, sliding_window=8, **DECODER),
+    transformers("Gemma3ForCausalLM", text, "float32", head_dim=8, sliding_window=8, **DECODER),
     transformers("PhiForCausalLM", text, **DECODER),
     transformers("Phi3ForCausalLM", text, **DECODER),
     transformers("Olmo2ForCausalLM", text, **DECODER),

@@ -123,3 +123,11 @@ def test_a_statement_of_several_lines_is_one():
     Model.forward = forward
     ops = capture(Model(), (torch.randn(4, 6),), {}).ops.values()
     assert {op.source.text for op in ops} == {"return ("}
+
+
+def test_a_value_may_have_the_name_of_one_that_was_left_out():
+    def forward(self, x):
+        x = x.expand_as(x.sin())
+        return x.cos().exp().sin().tan()
+
+    assert names(forward) == ["cos", "exp", "sin", "output"]

@@ -71,6 +71,7 @@ def name_values(
             mutates=tuple(renamed.get(storage, storage) for storage in op.mutates),
         )
         for name, op in ops.items()
+        if name in renamed  # the others were dropped, and their names are free
     }
 
 

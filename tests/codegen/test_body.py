@@ -3,7 +3,7 @@
 import textwrap
 
 import torch
-from flat import compile_flat
+from flat import compile_flat, verified
 from torch import nn
 from torch.nn import functional as F
 
@@ -151,3 +151,20 @@ def test_a_modules_variable_bound_in_one_mode_is_not_used_behind_it(tmp_path):
     pipe.load_state_dict(model.state_dict())
     for training in (True, False):
         torch.testing.assert_close(pipe.train(training)(x), model.train(training)(x))
+
+
+def test_a_variable_of_a_repeated_module_may_be_called_as_its_weight_is(tmp_path):
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6))
+
+        def forward(self, x):
+            weight = self.weight.exp()
+            return (x @ weight).sin() + weight.sum()
+
+    verified(
+        lambda: nn.Sequential(Scale(), Scale()),
+        lambda rows: {"input": torch.randn(rows, 6)},
+        tmp_path,
+    )
