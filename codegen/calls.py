@@ -13,7 +13,8 @@ from fxpipe.regions import PLAIN, REGION, Region
 class Call:
     """One call of the module at `path`: its ops and the calls within it, in order.
 
-    `stack` has the path and the key of each call that it is within, and its own at the end.
+    `stack` has the path and the key of each call that it is within in the model, and its own at the
+    end.
     """
 
     stack: tuple[tuple[str, str], ...]
@@ -79,7 +80,8 @@ def call_tree(ops: Sequence[fx.Node], stage: int, totals: Mapping[str, int]) -> 
     root = Call((), stage)
     open_calls = [root]
     for node in ops:
-        stack = tuple(entry for entry in _stack(node) if entry[1] in whole)
+        outer = _stack(node)
+        stack = tuple(entry for entry in outer if entry[1] in whole)
         shared = 0
         while (
             shared < min(len(stack), len(open_calls) - 1)
@@ -88,7 +90,7 @@ def call_tree(ops: Sequence[fx.Node], stage: int, totals: Mapping[str, int]) -> 
             shared += 1
         del open_calls[shared + 1 :]
         for depth in range(shared, len(stack)):
-            inner = Call(stack[: depth + 1], stage)
+            inner = Call(outer[: outer.index(stack[depth]) + 1], stage)
             open_calls[-1].items.append(inner)
             open_calls.append(inner)
         open_calls[-1].items.append(node)
