@@ -82,7 +82,7 @@ def _parameters(function: Any) -> list[str]:
 
 
 def _has(modules: Sequence[nn.Module], name: str, column: Column) -> bool:
-    values = [getattr(module, name, None) for module in modules]
+    values = [vars(module).get(name) for module in modules]
     return all(type(a) is type(b) and a == b for a, b in zip(values, column, strict=True))
 
 

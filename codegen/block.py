@@ -57,16 +57,17 @@ def design(
     modules: Sequence[nn.Module],
 ) -> Design | None:
     """One class for `parts`, which have one key; None if it could not tell a size it needs."""
-    first, columns, specs = parts[0], _columns(parts), capture.specs
+    first, columns = parts[0], _columns(parts)
     opened = open_part(first, facts, lambda slot: slot.content)
     taken = {name.partition(".")[0] for name in (*opened.made, *opened.tensors)}
     settings = setting_names(varying(parts), taken, modules)
     inputs = input_names(parts, modules[0])
-    common = _common_specs(parts, specs)
+    common = _common_specs(parts, capture.specs)
     for column, name in inputs.items():
         if isinstance(column[0], tuple):
             continue  # a list has no one shape
-        spec = _common([specs.get(value.name) for value in column])
+        told = zip(parts, column, strict=True)
+        spec = _common([_spec(part, value, capture.specs) for part, value in told])
         common |= {} if spec is None else {f"${name}": spec}
     given = [spec for name in inputs.values() if (spec := common.get(f"${name}")) is not None]
     for size in {size for text in opened.texts for size in sizes_in(text)}:
@@ -124,10 +125,15 @@ def _common(specs: Iterable[TensorSpec | None]) -> TensorSpec | None:
     return TensorSpec(shape, first.dtype, first.requires_grad)
 
 
+def _spec(part: Part, value: fx.Node, specs: Mapping[str, TensorSpec]) -> TensorSpec | None:
+    """What a value is in the sizes that the part knows."""
+    return part.sizes.spec(specs[value.name]) if value.name in specs else None
+
+
 def _common_specs(parts: Sequence[Part], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     found = {}
     for place, node in enumerate(parts[0].nodes):
-        spec = _common([specs.get(part.nodes[place].name) for part in parts])
+        spec = _common([_spec(part, part.nodes[place], specs) for part in parts])
         if spec is not None:
             found[node.name] = spec
     return found

@@ -31,6 +31,7 @@ from fxpipe.codegen.scope import Scope
 from fxpipe.codegen.wording import assigned_word
 from fxpipe.interpret import MODE
 from fxpipe.ir import Capture, Wiring
+from fxpipe.local_sizes import local_sizes
 from fxpipe.regions import REGION
 from fxpipe.source import calling_line, line_within
 
@@ -69,7 +70,9 @@ class _Rolling:
         self.trees = [call_tree(stage, j, totals) for j, stage in enumerate(ops)]
         self.wanted = {name for stage in wiring.stages for name in stage.outputs}
         self.made = {path: made_of_stock(module) for path, module in capture.modules.items()}
-        self.facts = Facts(capture.tree, capture.state, capture.saved, capture.literals, self.made)
+        self.facts = Facts(
+            capture.tree, capture.state, capture.saved, capture.literals, capture.specs, self.made
+        )
         calls = [call for tree in self.trees for call in tree.calls()]
         self.order = {call: place for place, call in enumerate(calls)}
         self.calls = Counter(call.path for call in calls)
@@ -102,8 +105,15 @@ class _Rolling:
             *(name for name in outputs if name not in collected),
             *(name for name in collected if name in outputs),
         )
-        literals = self.capture.literals
-        read = (used.name for node in nodes for used in node.all_input_nodes)
+        specs = self.capture.specs
+        modes = {v: m for v in (*inputs, *outputs) if (m := self.capture.mode(v)) != "both"}
+        sizes = local_sizes((specs[v] for v in inputs if v not in modes), anew=False)
+        read = [used.name for node in nodes for used in node.all_input_nodes]
+        literals = {
+            name: sizes.text(text) or text
+            for name in read
+            if (text := self.capture.literals.get(name)) is not None
+        }
         return Scope(
             path="",
             nodes=tuple(nodes),
@@ -115,10 +125,10 @@ class _Rolling:
             shapes={},
             saved=self.capture.saved,
             literals=literals,
-            texts=tuple(literals[name] for name in read if name in literals),
-            specs=self.capture.specs,
+            texts=tuple(literals.values()),
+            specs={name: sizes.spec(spec) for name, spec in specs.items()},
             lists=frozenset(),
-            modes={v: m for v in (*inputs, *outputs) if (m := self.capture.mode(v)) != "both"},
+            modes=modes,
             settings={},
         )
 
@@ -133,7 +143,7 @@ class _Rolling:
             call.items = [*fold_loops(grow_lists(call.nodes()), self.made, self.wanted)]
             part = self._part(call)
             if part is None:
-                parent.replace(call, call.nodes())
+                parent.replace(call, self._dissolved(call))
             else:
                 kind = type(self.capture.tree[call.path])
                 members = groups.setdefault((kind, part.key), [])
@@ -179,14 +189,20 @@ class _Rolling:
         )
         return before
 
+    def _dissolved(self, call: Call) -> list[fx.Node]:
+        """The ops of a call for the call around it: what is one expression is of the line there."""
+        nodes = call.nodes()
+        if _is_one_expression(nodes, self.capture) and nodes[0].op != "call_module":
+            meta = self._call_meta(call)
+            if meta["source"] is not None:
+                nodes[0].meta |= {"source": meta["source"], "stack": call.stack[:-1]}
+        return nodes
+
     def _part(self, call: Call) -> Part | None:
         """What a class for `call` would be made of, if it is worth one."""
         nodes = call.nodes()
         inside = set(nodes)
-        trivial = len(nodes) == 1 and not any(
-            str(used.target) in self.capture.state for used in nodes[0].all_input_nodes
-        )
-        if trivial or call.path in self.unfit:
+        if _is_one_expression(nodes, self.capture) or call.path in self.unfit:
             return None
         read_elsewhere = (
             place
@@ -298,6 +314,13 @@ class _Rolling:
             name = f"{base}{number}"
         self.names.add(name)
         return name
+
+
+def _is_one_expression(nodes: Sequence[fx.Node], capture: Capture) -> bool:
+    """Whether the ops are a function of one line: an activation that is a module, for example."""
+    return len(nodes) == 1 and not any(
+        str(used.target) in capture.state for used in nodes[0].all_input_nodes
+    )
 
 
 def _alike_enough(group: list[_Member]) -> Iterable[list[_Member]]:

@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 from torch import fx
 
-from fxpipe.codegen.comments import Comments, Line
+from fxpipe.codegen.comments import WIDTH, Comments, Line
 from fxpipe.codegen.growing import new_list
 from fxpipe.codegen.lines import Writer, is_statement
 from fxpipe.codegen.loops import LOOP, Loop, item_of
@@ -24,8 +24,6 @@ from fxpipe.codegen.scope import Scope
 from fxpipe.interpret import MODE
 from fxpipe.ir import SourceLine
 from fxpipe.regions import PLAIN, REGION, Region
-
-_WIDTH = 80  # columns that ruff leaves to a line in a method
 
 
 @dataclass(slots=True)
@@ -145,7 +143,7 @@ class Body:
         self._folded[node] = writer.expression(node)
         width = len(self._indent) + len(writer.statement(after, self.names[after.name], True))
         self._folded = folded
-        return width <= _WIDTH
+        return width <= WIDTH
 
     def _write(self, node: fx.Node, writer: Writer, wanted: bool) -> Iterator[Line]:
         statement = writer.statement(node, self.names[node.name], wanted)

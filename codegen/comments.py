@@ -7,7 +7,8 @@ from difflib import SequenceMatcher
 from fxpipe.codegen.names import plain
 from fxpipe.ir import SourceLine
 
-_WIDTH = 80  # columns that ruff leaves to a line in a method
+LINE = 88  # columns that ruff leaves to a line if nobody tells it otherwise
+WIDTH = LINE - 8  # of one in a method
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Line:
     @property
     def fits(self) -> bool:
         """Whether ruff leaves code and comment on one line."""
-        return len(str(self)) <= _WIDTH
+        return len(str(self)) <= WIDTH
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class Comments:
             if source.file != self.file:
                 said = plain(f"{source.file.rpartition('/')[2]}:{source.line}")
             if not _alike(source.text, code):
-                yield Line(indent, plain(shortened(f"{said}: {source.text}", _WIDTH - 2)))
+                yield Line(indent, plain(shortened(f"{said}: {source.text}", WIDTH - 2)))
                 said = ""
         for line in lines:
             yield from self._commented(line.code, said, line.comment)

@@ -1,6 +1,5 @@
 """An op as the Python expression that a person would write for it."""
 
-import inspect
 import math
 import operator
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
+from fxpipe.codegen.call_arguments import spread, told_arguments, without_defaults
 from fxpipe.codegen.functions import function_called
 from fxpipe.codegen.made import Written
 from fxpipe.errors import CaptureError
@@ -89,7 +89,8 @@ class Writer:
             return f"{self.module(str(target))}({self._arguments(node.args, node.kwargs)})"
         if node.op == "call_method":
             owner, *rest = node.args
-            return f"{self._operand(owner)}.{target}({self._arguments(rest, node.kwargs)})"
+            kwargs = without_defaults(node)
+            return f"{self._operand(owner)}.{target}({self._arguments(spread(node, rest), kwargs)})"
         if target in _INFIX:
             left, right = (self._operand(arg) for arg in node.args)
             return f"{left} {_INFIX[target]} {right}"
@@ -104,7 +105,7 @@ class Writer:
             return f"{self._operand(node.args[0])}.{node.args[1]}"
         function = function_called(node)
         name = f"{function}.apply" if function else function_name(target)
-        return f"{name}({self._arguments(*_named(node))})"
+        return f"{name}({self._arguments(*told_arguments(node))})"
 
     def argument(self, value: Any) -> str:
         """An argument as text. Raises CaptureError for what has no text."""
@@ -163,41 +164,6 @@ class Writer:
 def is_statement(node: fx.Node) -> bool:
     """Whether the op is written as a statement, so that it can't stand inside an expression."""
     return node.target in _INPLACE or node.target in (operator.setitem, by_mode)
-
-
-def _named(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments of a Python function: tensors by place, settings by name, defaults left out."""
-    target: Any = node.target
-    args, kwargs = list(node.args), dict(node.kwargs)
-    if not inspect.isfunction(target):
-        return args, kwargs
-    try:
-        parameters = list(inspect.signature(target).parameters.values())
-    except ValueError:
-        return args, kwargs
-    kinds = {parameter.kind for parameter in parameters[: len(args)]}
-    if kinds - {inspect.Parameter.POSITIONAL_OR_KEYWORD}:
-        return args, kwargs
-    by_name = {p.name: value for p, value in zip(parameters, args, strict=False)} | kwargs
-    placed: list[Any] = []
-    for parameter in parameters:
-        value = by_name.get(parameter.name)
-        if not (isinstance(value, fx.Node | list | tuple) or parameter.default is parameter.empty):
-            break
-        if parameter.name not in by_name or parameter.kind is parameter.KEYWORD_ONLY:
-            break
-        placed.append(by_name.pop(parameter.name))
-    defaults = {p.name: p.default for p in parameters}
-    rest = {
-        name: value
-        for name, value in by_name.items()
-        if isinstance(value, fx.Node) or name not in defaults or not _equal(value, defaults[name])
-    }
-    return placed, rest
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and bool(a == b)
 
 
 def function_name(target: Any) -> str:

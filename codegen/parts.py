@@ -6,7 +6,7 @@ given. Those places are the part's slots.
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch import Tensor, fx, nn
 from fxpipe.codegen.loops import LOOP, Loop
 from fxpipe.codegen.made import Made, Written, is_number, made_whole
 from fxpipe.interpret import MODE
+from fxpipe.local_sizes import LocalSizes, local_sizes
 from fxpipe.regions import PLAIN, REGION, Region
+from fxpipe.runtime.manifest import TensorSpec
 
 Substitute = Callable[["Slot"], Any]
 
@@ -45,12 +47,13 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of the model: its state, sizes as text, and how each called module is made."""
+    """What is known of the model: its state and values, and how each called module is made."""
 
     tree: Mapping[str, nn.Module]
     state: Mapping[str, Tensor]
     saved: frozenset[str]
     literals: Mapping[str, str]
+    specs: Mapping[str, TensorSpec]
     made: Mapping[str, Made]
 
 
@@ -58,7 +61,8 @@ class Facts:
 class Part:
     """Ops of one call of the module at `path`; `outputs` are those whose values others read.
 
-    `mode` and `region` are those of the whole call, None if its ops differ in them.
+    `mode` and `region` are those of the whole call, None if its ops differ in them. `sizes` are
+    those that the values from outside tell.
     """
 
     path: str
@@ -66,6 +70,7 @@ class Part:
     outputs: frozenset[int]
     mode: bool | None
     region: Region | None
+    sizes: LocalSizes = field(default_factory=lambda: LocalSizes({}))
     key: tuple[Any, ...] = ()
     slots: list[Slot] = field(default_factory=list)
 
@@ -102,12 +107,13 @@ class OutsideError(Exception):
 
 
 def find_slots(part: Part, facts: Facts) -> None:
-    """Set the key and the slots of `part`. Raises OutsideError."""
+    """Set the key, the slots and the sizes of `part`. Raises OutsideError."""
 
     def note(slot: Slot) -> Any:
         part.slots.append(slot)
         return slot.content
 
+    part.sizes = local_sizes(_told(part, facts), anew=True)
     part.key = open_part(part, facts, note).key
 
 
@@ -244,6 +250,10 @@ class _Opening:
 
     def _text(self, text: str, name: str, node: fx.Node, skeleton: list[str]) -> Written:
         """A size's text, the numbers in which are slots."""
+        found = self.part.sizes.text(text)
+        if found is None:
+            raise OutsideError
+        text = found
         self.texts.append(text)
         parts = re.split(r"(?<![\w.])(\d+(?:\.\d+)?(?:e-?\d+)?)(?![\w.])", text)
         skeleton.append("#".join(parts[::2]))
@@ -273,6 +283,17 @@ class _Opening:
                 for k, size in enumerate(tensor.shape)
             )
         return used
+
+
+def _told(part: Part, facts: Facts) -> Iterator[TensorSpec]:
+    """The shapes of the values from outside that are there whenever the part runs."""
+    inside = set(part.nodes)
+    for node in part.nodes:
+        for value in (*node.args, *node.kwargs.values()):
+            if not isinstance(value, fx.Node) or value in inside or value.op == "get_attr":
+                continue
+            if value.meta.get(MODE) in (None, part.mode) and value.name in facts.specs:
+                yield facts.specs[value.name]
 
 
 def _argument_names(node: fx.Node) -> list[str]:

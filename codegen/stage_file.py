@@ -7,7 +7,7 @@ from itertools import groupby
 
 from fxpipe.codegen.block import Block
 from fxpipe.codegen.class_text import ClassText, class_text
-from fxpipe.codegen.comments import Comments
+from fxpipe.codegen.comments import LINE, Comments
 from fxpipe.codegen.constructor import construct, held_state, tie_lines
 from fxpipe.codegen.functions import functions_imported
 from fxpipe.codegen.names import plain
@@ -15,7 +15,7 @@ from fxpipe.codegen.scope import Scope
 from fxpipe.ir import Capture, Port, StageWiring
 from fxpipe.source import forward_place
 
-_DOC_WIDTH = 77  # columns that a line has for a class's docstring
+_DOC_WIDTH = LINE - 11  # columns that a line has for a class's docstring
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ def stage_file(
         comments=Comments("", ""),
         ties=ties,
     )
-    takes = [_take(capture, port, text.names[port.value]) for port in wiring.inputs]
-    returns = list(_returns(capture, [(text.names[v], v) for v in wiring.outputs]))
+    takes = [_take(scope, port, text.names[port.value]) for port in wiring.inputs]
+    returns = list(_returns(scope, [(text.names[v], v) for v in wiring.outputs]))
     fields: dict[str, object] = {
         "j": j,
         "n": n,
@@ -96,20 +96,20 @@ def _summary(capture: Capture, names: Sequence[str]) -> str:
     return plain(f"{count}, {within}.")
 
 
-def _take(capture: Capture, port: Port, variable: str) -> str:
+def _take(scope: Scope, port: Port, variable: str) -> str:
     if port.source is None:
         origin = "the caller"
     else:
         origin = f"stage {port.source}" + (" (portal)" if port.portal else "")
-    return f"Takes {variable}: {capture.specs[port.value]} from {origin}"
+    return f"Takes {variable}: {scope.specs[port.value]} from {origin}"
 
 
-def _returns(capture: Capture, results: Sequence[tuple[str, str]]) -> Iterator[str]:
+def _returns(scope: Scope, results: Sequence[tuple[str, str]]) -> Iterator[str]:
     """What a stage returns (variable, value); of a list that is alike in all places a line."""
 
     def alike(result: tuple[str, str]) -> tuple[str, str]:
         name, bracket, _ = result[0].partition("[")
-        return name + bracket, str(capture.specs[result[1]])
+        return name + bracket, str(scope.specs[result[1]])
 
     for (_, spec), run in groupby(results, key=alike):
         names = [name for name, _ in run]

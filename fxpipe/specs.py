@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxpipe.runtime.manifest import UNKNOWN, TensorSpec
 
-SIZES = ("batch", "length", "depth", "height", "width")  # and `length_2`, where there are two
+SIZES = ("batch", "length", "depth", "height", "width", "rows")  # and `length_2`, for a second one
 _HARD = re.compile(rf"{UNKNOWN}|%|\*\*|[a-z]\(|==|<|>")  # what a person would not compute anew
 _NAME = re.compile(rf"\b(?:{'|'.join(SIZES)})(?:_\d+)?\b")
 

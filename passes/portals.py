@@ -7,7 +7,8 @@ next one it is a portal (torchgpipe, section 3.3): nothing is copied to the stag
 from itertools import pairwise
 
 from fxpipe.ir import Capture, Chain, Plan, Port, StageWiring, Wiring
-from fxpipe.specs import sizes_in, where_told
+from fxpipe.local_sizes import local_sizes
+from fxpipe.specs import where_told
 
 
 def wire(capture: Capture, chain: Chain, plan: Plan) -> Wiring:
@@ -44,18 +45,19 @@ def _taken(capture: Capture, ops: set[str]) -> list[str]:
     tells it, the first of the model's inputs that has it does.
     """
     taken: dict[str, None] = {}
-    sizes: dict[str, None] = {}
+    texts: dict[str, None] = {}
     for node in capture.graph.nodes:
         if node.name not in ops:
             continue
         for used in node.all_input_nodes:
             if used.name in capture.specs and used.op != "get_attr" and used.name not in ops:
                 taken[used.name] = None
-            sizes.update(dict.fromkeys(sizes_in(capture.literals.get(used.name, ""))))
-    telling = [name for name in taken if capture.mode(name) == "both"]
+            texts[capture.literals.get(used.name, "")] = None
+    telling = [capture.specs[name] for name in taken if capture.mode(name) == "both"]
     given: dict[str, None] = {}
-    for size in sizes:
-        if not any(where_told(capture.specs[name], size) for name in [*given, *telling]):
+    known = local_sizes(telling, anew=False)
+    for size in (size for text in texts for size in known.missing(text)):
+        if not any(where_told(capture.specs[name], size) for name in given):
             has = (i.name for i in capture.inputs if where_told(capture.specs[i.name], size))
             given[next(has)] = None
     return [*given, *(name for name in taken if name not in given)]

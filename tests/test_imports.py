@@ -17,6 +17,7 @@ BASE = ("fxpipe.errors", "fxpipe.schedule", "fxpipe.runtime", "fxpipe.ir")
 HELPERS = (
     "fxpipe.devices",
     "fxpipe.interpret",
+    "fxpipe.local_sizes",
     "fxpipe.machine",
     "fxpipe.memory",
     "fxpipe.meter",
@@ -33,7 +34,14 @@ RULES = {
     "fxpipe.ir": BASE,
     **dict.fromkeys(
         HELPERS,
-        (*BASE, "fxpipe.devices", "fxpipe.interpret", "fxpipe.memory", "fxpipe.regions"),
+        (
+            *BASE,
+            "fxpipe.devices",
+            "fxpipe.interpret",
+            "fxpipe.memory",
+            "fxpipe.regions",
+            "fxpipe.specs",
+        ),
     ),
     "fxpipe.capture": (*BASE, *HELPERS, "fxpipe.capture"),
     "fxpipe.passes": (*BASE, *HELPERS),
