@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.capture import frame
+from fxpipe.capture.inputs import batch_of, with_rows
 from fxpipe.capture.region import (
     Region,
     closed,
@@ -24,8 +25,10 @@ from fxpipe.capture.region import (
     region,
 )
 from fxpipe.compiler import compile
+from fxpipe.edits import refuse_loss
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.runtime import Pipeline, load
+from fxpipe.runtime.closure import running
 from fxpipe.runtime.share import share
 
 _OPTIONS = ("devices", "microbatches", "schedule", "checkpoint", "solver", "out")
@@ -97,16 +100,27 @@ def _compiled(
     part: Region, root: nn.Module, tensors: Sequence[Tensor], options: Mapping[str, Any], n: int
 ) -> Pipeline:
     settings = {name: value for name, value in options.items() if name != "out"}
+    out = Path(f"{options['out']}-{n + 1}" if n else options["out"]) if "out" in options else None
+    if out is not None:
+        refuse_loss(out)  # before the work rather than after it
+    n_microbatches = 1 if running() is None else settings["microbatches"]
     with torch.inference_mode(False), torch.enable_grad():
-        package = compile(part, tuple(tensor.detach().clone() for tensor in tensors), **settings)
-    if "out" in options:
-        pipe = load(package.write(f"{options['out']}-{n + 1}" if n else Path(options["out"])))
+        package = compile(part, _repeated(tensors, n_microbatches), **settings)
+    if out is not None:
+        pipe = load(package.write(out))
     else:
         folder = tempfile.TemporaryDirectory(prefix="fxpipe-")
         pipe = load(package.write(Path(folder.name) / type(part).__name__))
         weakref.finalize(pipe, folder.cleanup)
     share(pipe, root)
     return pipe
+
+
+def _repeated(tensors: Sequence[Tensor], times: int) -> tuple[Tensor, ...]:
+    """Copies of the inputs: in a closure they are a micro-batch, of which a batch is made."""
+    batch, batched = batch_of(tensors)
+    made = with_rows(tensors, batched, [*range(batch)] * times)
+    return tuple(tensor.detach().clone() for tensor in made)
 
 
 def _key(traced: fx.GraphModule, inputs: Mapping[int, Tensor], options: Mapping[str, Any]) -> _Key:

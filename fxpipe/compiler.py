@@ -19,7 +19,8 @@ from fxpipe.package import Package
 from fxpipe.partial import largest_part
 from fxpipe.passes.analytic import analytic
 from fxpipe.passes.linearize import linearize
-from fxpipe.passes.partition import partition
+from fxpipe.passes.order import NAMES as SCHEDULES
+from fxpipe.passes.partition import SOLVERS, partition
 from fxpipe.passes.portals import wire
 from fxpipe.passes.profile import profile as profile_ops
 from fxpipe.runtime.stream import Devices, parse_devices
@@ -54,6 +55,7 @@ def compile(
     The model is left as it was. Raises an FxpipeError for whatever can't be done.
     """
     lanes = parse_devices(devices)
+    _check_settings(microbatches, schedule, checkpoint, solver)
     _check_costs(model, profile)
     line = _Line(progress)
     with line("capture"):
@@ -94,6 +96,23 @@ def compile(
     if part is not None:
         manifest = dataclasses.replace(manifest, part=part.spec)
     return Package(manifest, captured, profile, chain, plan, wiring, files, line.seconds)
+
+
+def _check_settings(microbatches: object, schedule: str, checkpoint: str, solver: str) -> None:
+    """Before the work rather than after it, and all at once."""
+    wrong = []
+    if not isinstance(microbatches, int) or microbatches < 1:
+        wrong.append(f"microbatches is a whole number, at least 1, not {microbatches!r}")
+    modes = tuple(mode.value for mode in CheckpointMode)
+    for what, name, names in (
+        ("schedule", schedule, SCHEDULES),
+        ("checkpoint mode", checkpoint, modes),
+        ("solver", solver, SOLVERS),
+    ):
+        if name not in names:
+            wrong.append(f"there is no {what} {name!r}: use one of {', '.join(names)}")
+    if wrong:
+        raise InputError("\n".join(wrong))
 
 
 def _check_costs(model: nn.Module, profile: Profile | str | None) -> None:

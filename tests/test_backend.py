@@ -2,11 +2,12 @@
 
 import copy
 import gc
+import os
 import subprocess
 import sys
-import textwrap
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import models
 import pytest
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.backend import backend
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, PackageError
 from fxpipe.runtime.random import microbatch_seeds
 
 OPTIONS = {"devices": "cpu*2", "microbatches": 2}
@@ -205,9 +206,9 @@ def test_two_parts_of_one_program_and_a_tie_between_calls():
 
 def test_a_runner_steps_through_a_compiled_part():
     plain, program = programs()
-    runner, seen = fxpipe.Runner(3), []
-    program.body = compiled(program.body._orig_mod, microbatches=3)
-    x = batch(8)
+    runner, seen = fxpipe.Runner(4), []
+    program.body = compiled(program.body._orig_mod, microbatches=4)
+    x = batch(10)  # the micro-batch that it is compiled on has fewer rows than there are of them
 
     def closure(piece):
         loss = program(piece).pow(2).mean() * runner.share
@@ -217,10 +218,10 @@ def test_a_runner_steps_through_a_compiled_part():
 
     for _ in range(2):
         runner.step(closure, x)
-    assert seen == [3, 3, 2] * 2
-    for piece in x.split([3, 3, 2]):
+    assert seen == [3, 3, 2, 2] * 2
+    for piece in x.split([3, 3, 2, 2]):
         for _ in range(2):
-            (plain(piece).pow(2).mean() * len(piece) / 8).backward()
+            (plain(piece).pow(2).mean() * len(piece) / 10).backward()
     close_gradients(program, plain)
 
 
@@ -261,7 +262,18 @@ def test_wrong_use_is_told(module, options, says):
         torch.compile(module, backend=backend, options=settings)(torch.randn(4, 6))
 
 
-def test_torch_finds_the_backend_by_name(tmp_path):
+def test_a_folder_that_is_not_ours_is_told_before_the_work(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").touch()
+    module = compiled(models.Chain(), out=str(tmp_path / "mine"))
+    with (
+        mock.patch("fxpipe.backend.compile", side_effect=AssertionError),
+        pytest.raises(PackageError, match="mine"),
+    ):
+        module(torch.randn(4, 6))
+
+
+def test_torch_finds_the_backend_by_name_as_the_example_has_it(tmp_path):
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -271,14 +283,15 @@ def test_torch_finds_the_backend_by_name(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fxpipe\nVersion: 0\n")
     lines = [f"{name} = {place}" for name, place in points.items()]
     (info / "entry_points.txt").write_text("[torch_dynamo_backends]\n" + "\n".join(lines))
-    code = f"""
-        import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]
-        import torch
-        module = torch.compile(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)),
-                               backend="fxpipe", options={OPTIONS})
-        print(tuple(module(torch.ones(4, 2)).shape))
-    """
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
+        [sys.executable, str(ROOT / "examples/partial.py")],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
-    assert done.stdout == "(4, 2)\n", done.stderr
+    last = done.stdout.splitlines()[-1:]
+    assert last, done.stderr
+    assert float(last[0].rpartition(" ")[2]) < 1e-12, done.stdout
+    assert (tmp_path / "build/body/stage_1.py").exists()

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from unittest import mock
 
 import models
 import pytest
@@ -206,6 +207,21 @@ def test_a_profile_of_another_model_or_microbatch_is_refused():
 
 def package_of_chain():
     return compile_flat(models.Chain(), (torch.randn(8, 6),), devices="cpu*2", microbatches=2)
+
+
+def test_settings_that_do_not_exist_are_told_at_once_and_before_the_work():
+    wrong = {"microbatches": 0, "schedule": "fast", "checkpoint": "some", "solver": "magic"}
+    with (
+        mock.patch("fxpipe.compiler.capture_model", side_effect=AssertionError),
+        pytest.raises(InputError) as error,
+    ):
+        fxpipe.compile(models.Chain(), (torch.randn(8, 6),), devices=2, **wrong)
+    assert str(error.value).splitlines() == [
+        "microbatches is a whole number, at least 1, not 0",
+        "there is no schedule 'fast': use one of gpipe, 1f1b",
+        "there is no checkpoint mode 'some': use one of never, except_last, always",
+        "there is no solver 'magic': use one of dp, beam, cpsat",
+    ]
 
 
 def test_a_package_of_ours_is_replaced_whole(tmp_path):

@@ -5,7 +5,7 @@ the rest of the runtime never asks what device it is on.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -34,6 +34,8 @@ def parse_devices(devices: Devices) -> tuple[torch.device, ...]:
         return _counted(int(devices))
     if isinstance(devices, torch.device):
         devices = [devices]
+    if not isinstance(devices, str | Iterable):
+        raise DeviceError(f"devices are a count, a text or a list of names, not {devices!r}")
     items = devices.split(",") if isinstance(devices, str) else devices
     found = tuple(device for item in items for device in _named(item))
     if not found:

@@ -26,7 +26,7 @@ def test_a_count_means_cuda_devices_if_there_are_enough_else_lanes(count, monkey
     assert parse_devices(count) == tuple(torch.device("cuda", k) for k in range(3))
 
 
-@pytest.mark.parametrize("text", ["", "0", "cpu*0", "gpu:0", "mps", "cuda:99", "cpu;cpu", []])
+@pytest.mark.parametrize("text", ["", "0", "cpu*0", "gpu:0", "mps", "cuda:99", "cpu;cpu", [], 2.5])
 def test_what_cant_be_read_or_is_not_there(text):
     with pytest.raises(DeviceError):
         parse_devices(text)
