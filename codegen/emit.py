@@ -16,7 +16,7 @@ import fxpipe
 from fxpipe.codegen.blocks import roll
 from fxpipe.codegen.names import plain
 from fxpipe.codegen.stage_file import StageFile, blocks_file, stage_file
-from fxpipe.ir import Capture, PackageFiles, Plan, Profile, StageWiring, Wiring
+from fxpipe.ir import Capture, PackageFiles, Plan, Profile, StageWiring, Wiring, own_storage
 from fxpipe.memory import is_fake
 from fxpipe.runtime.leaves import in_mode, places
 from fxpipe.runtime.manifest import (
@@ -160,7 +160,7 @@ def _manifest(
 
 def _stage(capture: Capture, plan: Plan, j: int, wiring: StageWiring, made: StageFile) -> StageSpec:
     ops = [capture.ops[name] for name in wiring.ops]
-    written = {name for op in ops for name in op.mutates}
+    written = {storage for op in ops for storage in op.mutates}
     estimate = plan.estimate.stages[j]
     trained = tuple(name for name in made.held if isinstance(capture.state[name], nn.Parameter))
     buffers = tuple(name for name in made.held if name not in trained)
@@ -188,7 +188,9 @@ def _stage(capture: Capture, plan: Plan, j: int, wiring: StageWiring, made: Stag
         ),
         parameters=trained,
         buffers=buffers,
-        mutated_buffers=tuple(name for name in buffers if name in written),
+        mutated_buffers=tuple(
+            name for name in buffers if own_storage(capture.aliases.get(name, name)) in written
+        ),
         forward_ms=estimate.forward_ms,
         backward_ms=estimate.backward_ms,
         parameter_bytes=estimate.parameter_bytes,

@@ -35,13 +35,19 @@ class SourceLine:
     text: str
 
 
+def own_storage(name: str) -> str:
+    """What the memory of the model's own tensor `name` is called: like no op and no input."""
+    return f"self.{name}"
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """What is known of one graph node besides its place in the graph.
 
     `module` is the path of the module whose forward called it, `storage` the value whose memory
-    its result is (itself if new), `mutates` the values, parameters and buffers it writes in place,
-    and `random` says that it draws from torch's random generator. `mode` is the one that runs it.
+    its result is (itself if new), `mutates` the values, parameters and buffers it writes in place
+    (the latter two by `own_storage`), and `random` says that it draws from torch's random
+    generator. `mode` is the one that runs it.
     """
 
     name: str

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fxpipe.errors import InputError
 from fxpipe.interpret import Compute
-from fxpipe.ir import Capture, OpCost
+from fxpipe.ir import Capture, OpCost, own_storage
 from fxpipe.memory import storage_of
 from fxpipe.runtime.stream import synchronize
 
@@ -135,14 +135,16 @@ class Meter:
             else:
                 name = self._storage(node if place == "result" else given[place][0])
             saved[name] = n_bytes
-        kept = {name: n_bytes for name, n_bytes in saved.items() if name not in self._capture.state}
+        own = {own_storage(name) for name in self._capture.state}
+        kept = {name: n_bytes for name, n_bytes in saved.items() if name not in own}
         return OpCost(
             measured.forward_ms, measured.backward_ms, tuple(kept.items()), measured.result_bytes
         )
 
     def _storage(self, node: fx.Node) -> str:
         op = self._capture.ops.get(node.name)
-        return op.storage if op else str(node.target)
+        name = str(node.target)
+        return op.storage if op else own_storage(name) if node.op == "get_attr" else name
 
     def _measure(
         self, node: fx.Node, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]

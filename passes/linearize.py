@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from fxpipe.errors import CaptureError
 from fxpipe.interpret import DTYPE, HUNK, limit
-from fxpipe.ir import Block, Capture, Chain, OpCost, Profile, Value
+from fxpipe.ir import Block, Capture, Chain, OpCost, Profile, Value, own_storage
 
 
 def linearize(capture: Capture, profile: Profile) -> Chain:
@@ -59,16 +59,19 @@ def _touching(capture: Capture) -> dict[str, list[str]]:
         op = capture.ops[node.name]
         storages = {op.storage, *op.mutates, *(_storage(capture, n) for n in node.all_input_nodes)}
         if node.op == "call_module":
-            storages.update(_state_of_call(capture, node))
+            storages.update(map(own_storage, _state_of_call(capture, node)))
         for storage in storages & written:
             touching[storage].append(node.name)
     return touching
 
 
 def _storage(capture: Capture, node: fx.Node) -> str:
-    if node.name in capture.ops:
-        return capture.ops[node.name].storage
-    name = str(node.target)
+    if node.op == "get_attr":
+        return own_storage(_first_name(capture, str(node.target)))
+    return capture.ops[node.name].storage if node.name in capture.ops else node.name
+
+
+def _first_name(capture: Capture, name: str) -> str:
     return capture.aliases.get(name, name)
 
 
@@ -76,8 +79,7 @@ def _state_of_call(capture: Capture, node: fx.Node) -> Iterable[str]:
     """First names of the parameters and buffers of the module that `node` calls."""
     module = capture.modules[str(node.target)]
     for name in [*dict(module.named_parameters()), *dict(module.named_buffers())]:
-        full = f"{node.target}.{name}"
-        yield capture.aliases.get(full, full)
+        yield _first_name(capture, f"{node.target}.{name}")
 
 
 def _inseparable(capture: Capture) -> "nx.utils.UnionFind[str]":
@@ -201,7 +203,8 @@ def _block(capture: Capture, profile: Profile, nodes: Sequence[fx.Node]) -> Bloc
     costs = [profile.costs.get(node.name, free) for node in nodes]
     state: dict[str, Tensor] = {}
     for node in nodes:
-        names = [_storage(capture, used) for used in node.all_input_nodes if used.op == "get_attr"]
+        read = [used for used in node.all_input_nodes if used.op == "get_attr"]
+        names = [_first_name(capture, str(used.target)) for used in read]
         if node.op == "call_module":
             names += _state_of_call(capture, node)
         state.update((name, capture.state[name]) for name in names if name in capture.state)

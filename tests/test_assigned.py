@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from flat import verified
+from flat import compile_flat, verified
 from torch import nn
 
+import fxpipe
 from fxpipe.capture import capture
 from fxpipe.errors import CaptureError
 
@@ -93,11 +94,44 @@ class Plain(Base):
         return x + self.seen
 
 
+class Moved(Base):
+    """Written in place; backward needs it, a view of it, and what it is an index into."""
+
+    def step(self, x):
+        if self.training:
+            self.total.lerp_(x.detach().std(0) + 1, 0.1)
+        self.other[self.count[None]] = self.other.sum()
+        self.count.add_(1)
+        y = x @ self.total[:, None] @ self.other[None]
+        return y * self.total + x[:, self.count[None]]
+
+
 def rows(batch):
     return {"x": torch.randn(batch, 6)}
 
 
 KINDS = [Average, Old, Swapped, Kept, Twice, Only, Plain]
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_the_next_micro_batch_leaves_what_backward_needs(mode, tmp_path):
+    verified(Moved, rows, tmp_path, checkpoint=mode)
+
+
+def test_what_is_handed_out_is_not_written_later(tmp_path):
+    class HandsOut(Base):
+        def forward(self, x):
+            self.total.add_(1)
+            return super().forward(x), self.total[:3]
+
+        def step(self, x):
+            return x
+
+    package = compile_flat(HandsOut(), kwargs=rows(8), devices=2, microbatches=4)
+    pipe = fxpipe.load(package.write(tmp_path / "out"))
+    seen = []
+    pipe.step(**rows(8), loss_fn=lambda output, _: (seen.append(output[1]), output[0].sum())[1])
+    assert [float(total[0]) for total in seen] == [2.0, 3.0, 4.0, 5.0]
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])
@@ -134,7 +168,7 @@ def test_an_input_may_be_what_is_left():
             return self.last(self.first(x)) * self.total
 
     captured = capture(Given(), (torch.randn(4, 6),), {"total": torch.randn(6)})
-    assert [op.mutates for op in captured.ops.values() if op.mutates] == [("total",)]
+    assert [op.mutates for op in captured.ops.values() if op.mutates] == [("self.total",)]
 
 
 class Wider(Base):

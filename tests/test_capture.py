@@ -161,9 +161,9 @@ def test_what_ops_write_and_draw_is_seen_on_real_data():
     ops = capture(models.Norms(), (torch.randn(4, 3, 8, 8),), {}).ops
     by_module = {op.module: op for op in ops.values()}
     assert set(by_module["bn"].mutates) == {
-        "bn.running_mean",
-        "bn.running_var",
-        "bn.num_batches_tracked",
+        "self.bn.running_mean",
+        "self.bn.running_var",
+        "self.bn.num_batches_tracked",
     }
     assert by_module["relu"].mutates == (by_module["bn"].name,)
     assert by_module["relu"].storage == by_module["bn"].name

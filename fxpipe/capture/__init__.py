@@ -15,6 +15,7 @@ from fxpipe.capture.assigned import (
     assigned,
     attribute_marks,
     changed,
+    copy_what_is_kept,
     move_writes,
     write_back,
 )
@@ -180,6 +181,7 @@ def _trace(
     memoryless = lacks_memory(model)
     names, functions = names.copy(), Functions()
     sizes: list[Sizes] = []
+    written: set[str] = set()
 
     def trace(flat: FlatModel, tensors: Sequence[Tensor]) -> tuple[fx.Graph, dict[str, nn.Module]]:
         with faked(flat) if memoryless else contextlib.nullcontext():
@@ -187,6 +189,7 @@ def _trace(
             own_names = names if own else model_names(flat.model)
             found = dynamo_graph(flat, tensors, batched, free=free)
             graph = own_graph(found, own_names, inputs, functions)
+            copy_what_is_kept(graph, written)
             write_back(graph, flat.assigned[flat.training], own_names.state)
         if flat.model is model:
             names.add_constants_of(own_names)

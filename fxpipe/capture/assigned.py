@@ -1,19 +1,21 @@
-"""Buffers that a forward assigns anew, as in `self.total = self.total + x`.
+"""Buffers that a forward assigns anew, as in `self.total = self.total + x`, or writes in place.
 
-Tracing drops such a write in silence. So each trace is asked what the buffers are in the end, and
-that is written into them in place: `self.total.copy_(total)`.
+Tracing drops the first in silence. So each trace is asked what the buffers are in the end, and
+that is written into them in place: `self.total.copy_(total)`. Since several micro-batches are under
+way at once, what the backward of one needs of a buffer that the next one writes is copied.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from fxpipe.capture.names import all_tensors
 from fxpipe.capture.simplify import named_by_user
 from fxpipe.errors import CaptureError
 from fxpipe.interpret import by_mode
-from fxpipe.ir import Op
+from fxpipe.ir import Op, own_storage
 from fxpipe.memory import storage_of
 from fxpipe.specs import tensor_spec
 
@@ -67,7 +69,9 @@ def write_back(graph: fx.Graph, names: Sequence[str], state: Mapping[str, Tensor
     }
     for name, value in left.items():
         if isinstance(value, fx.Node) and value.op == "get_attr":
-            left[name] = _copy(graph, value, output)  # before that one is written itself
+            left[name] = _copy(
+                graph, value, str(value.target), output
+            )  # before that one is written itself
     for name, value in left.items():
         _write(graph, name, value, state[name])
 
@@ -92,7 +96,7 @@ def _write(graph: fx.Graph, name: str, value: Any, old: Tensor) -> None:
     buffer = reads[0] if reads else None
     if buffer is not None and any(_keeps(user, buffer) for user in buffer.users):
         first = next(node for node in graph.nodes if node in buffer.users)
-        copy = _copy(graph, buffer, first)
+        copy = _copy(graph, buffer, name, first)
         buffer.replace_all_uses_with(copy, lambda user: user is not copy)
     with graph.inserting_before(graph.output_node()):
         write = graph.call_method("copy_", (buffer or graph.get_attr(name), value))
@@ -103,13 +107,12 @@ def _kind(tensor: Tensor) -> str:
     return str(tensor_spec(tensor))
 
 
-def _copy(graph: fx.Graph, buffer: fx.Node, user: fx.Node) -> fx.Node:
-    """A copy of the buffer as it is before `user`, so that later writes leave it."""
-    name = str(buffer.target)
+def _copy(graph: fx.Graph, value: fx.Node, name: str, user: fx.Node) -> fx.Node:
+    """A copy of the buffer `name`, or a view of it, as it is before `user`: no write changes it."""
     with graph.inserting_before(user):
-        copy = graph.call_method("clone", (buffer,))
-    beside = user if user.meta.get("module") == name.rpartition(".")[0] else buffer
-    copy.meta = {**_near(beside, name), "val": buffer.meta["fake"].clone()}
+        copy = graph.call_method("clone", (value,))
+    beside = user if user.meta.get("module") == name.rpartition(".")[0] else value
+    copy.meta = {**_near(beside, name), "val": _tensors(value)[0].clone()}
     copy.meta["variable"] = f"old_{name.rpartition('.')[2]}"
     return copy
 
@@ -119,6 +122,31 @@ def _near(node: fx.Node, buffer: str) -> dict[str, Any]:
     owner = buffer.rpartition(".")[0]
     alone = {"module": owner, "call": "", "stack": (), "source": None, "frames": ()}
     return node.meta if "module" in node.meta else alone
+
+
+def copy_what_is_kept(graph: fx.Graph, written: set[str]) -> None:
+    """Copy what backward, or an output, keeps of a buffer that forward writes in place.
+
+    `written` are the names of such buffers, to which those are added that this trace wrote.
+    """
+    for buffer in graph.find_nodes(op="get_attr"):
+        if buffer.meta["fake"]._version > 0 and not isinstance(buffer.meta["val"], nn.Parameter):
+            written.add(str(buffer.target))
+        if str(buffer.target) not in written:
+            continue
+        memory = storage_of(buffer.meta["fake"])
+        for user in list(graph.nodes):
+            made = [value.requires_grad for value in _tensors(user) if storage_of(value) != memory]
+            if any(made) or user.op == "output":
+                for used in user.all_input_nodes:
+                    if any(storage_of(value) == memory for value in _tensors(used)):
+                        user.replace_input_with(used, _copy(graph, used, str(buffer.target), user))
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    """The fake tensors that `node` is."""
+    found = node.meta.get("fake", node.meta.get("val"))
+    return [value for value in tree_leaves(found) if isinstance(value, Tensor)]
 
 
 def _keeps(user: fx.Node, buffer: fx.Node) -> bool:
@@ -136,8 +164,9 @@ def move_writes(graph: fx.Graph, ops: Mapping[str, Op], aliases: Mapping[str, st
     """
 
     def storage(node: fx.Node) -> str:
-        target = str(node.target)
-        return ops[node.name].storage if node.name in ops else aliases.get(target, target)
+        if node.op == "get_attr":
+            return own_storage(aliases.get(str(node.target), str(node.target)))
+        return ops[node.name].storage if node.name in ops else node.name
 
     for write in [node for node in graph.nodes if _ASSIGNS in node.meta]:
         buffer, value = write.all_input_nodes

@@ -149,10 +149,10 @@ def observe_run(run: Run, flat: FlatModel, state: Mapping[str, Tensor], training
             for name, tensor in present.items()
             if not isinstance(tensor, nn.Parameter)
         }
-    named = {f"output {k}": output for k, output in enumerate(outputs)}
-    gradients = _gradients(outputs, state) if training else {}
-    detached = {name: output.detach() for name, output in named.items()}
-    return Result(detached, gradients, buffers)
+        # Both read buffers, which get back their old values behind this block.
+        gradients = _gradients(outputs, state) if training else {}
+        values = {f"output {k}": output.detach().clone() for k, output in enumerate(outputs)}
+    return Result(values, gradients, buffers)
 
 
 def _gradients(outputs: Sequence[Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fxpipe.interpret import MODE, Compute, by_mode
-from fxpipe.ir import Op
+from fxpipe.ir import Op, own_storage
 from fxpipe.memory import is_fake, storage_of
 from fxpipe.runtime.manifest import Mode
 
@@ -26,7 +26,9 @@ class Observer:
     def __init__(self, modules: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> None:
         self.ops: dict[str, Op] = {}
         self._modules = modules
-        self._owner = {storage_of(tensor): name for name, tensor in reversed(list(state.items()))}
+        self._owner = {
+            storage_of(tensor): own_storage(name) for name, tensor in reversed(list(state.items()))
+        }
         self._buffers = {
             storage_of(tensor): tensor
             for tensor in state.values()

@@ -114,6 +114,22 @@ def test_a_buffer_written_in_two_places_holds_them_together():
     assert len(blocks(Counts(), torch.randn(4, 6))) <= 2
 
 
+def test_a_buffer_is_not_taken_for_an_op_of_the_same_name():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("std", torch.ones(6))
+
+        def forward(self, x):
+            self.std.lerp_(x.std(0) + 1, 0.1)
+            y = x * 2
+            return y / self.std
+
+    write, read = "self.std.lerp_(x.std(0) + 1, 0.1)", "return y / self.std"
+    together = [{write, read} & {*block} for block in blocks(Scaled(), torch.randn(4, 6))]
+    assert {write, read} in together
+
+
 def test_values_know_where_they_are_read():
     chain = chain_of(models.Skip(), torch.randn(4, 6))
     skip = next(v for v in chain.values if len(v.consumers) == 2)
