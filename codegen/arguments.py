@@ -11,6 +11,7 @@ from torch import fx, nn
 from fxpipe.codegen.names import base_name
 from fxpipe.codegen.parts import Part, Slot
 from fxpipe.codegen.wording import argument_words
+from fxpipe.ir import SourceLine
 from fxpipe.source import line_within
 
 Column = tuple[Any, ...]
@@ -48,10 +49,10 @@ def input_names(parts: Sequence[Part], module: nn.Module) -> dict[Column, str]:
     formals = _parameters(type(module).forward)
     names: dict[Column, str] = {}
     for column, nodes in readers.items():
-        texts = [line.text for node in nodes if (line := line_within(node, module)) is not None]
+        lines = [(line_within(node, module), node.meta.get("source")) for node in nodes]
         own = _own_name(column[0])
         score = {
-            formal: sum(bool(re.search(rf"\b{formal}\b", text)) for text in texts)
+            formal: sum(_names(line, formal) + 0.6 * _names(inner, formal) for line, inner in lines)
             + (0.5 if formal == own else 0)
             for formal in formals
             if formal not in names.values()
@@ -61,6 +62,10 @@ def input_names(parts: Sequence[Part], module: nn.Module) -> dict[Column, str]:
         names[column] = _free([*known, own], {"self", *names.values()})
     order = {name: place for place, name in enumerate(formals)}
     return dict(sorted(names.items(), key=lambda item: order.get(item[1], len(order))))
+
+
+def _names(line: SourceLine | None, formal: str) -> bool:
+    return line is not None and re.search(rf"\b{formal}\b", line.text) is not None
 
 
 def _own_name(value: Any) -> str:
@@ -90,8 +95,15 @@ def _told(slots: Sequence[Slot]) -> list[str]:
     """What the user's lines call a number, else what its takers call it, alone and by theirs."""
     words = [_word(slot) for slot in slots if slot.within]
     plain = [slot.name for slot in slots if slot.name]
-    long = [f"{slot.module.rpartition('.')[2]}_{slot.name}" for slot in slots if slot.name]
-    return [*(word for word in words if word), *plain, *long, "value"]
+    long = [f"{_within(slot.module)}_{slot.name}" for slot in slots if slot.name]
+    return [*(word for word in words if word), *plain, *long, "number"]
+
+
+def _within(module: str) -> str:
+    """The end of a module's path that is a name: `net_2` of `ff.net.2`."""
+    parts = module.split(".")
+    start = max((k for k, part in enumerate(parts) if not part.isdecimal()), default=0)
+    return "_".join(parts[start:])
 
 
 def _word(slot: Slot) -> str:

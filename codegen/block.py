@@ -9,6 +9,7 @@ from torch import fx, nn
 from fxpipe.codegen.arguments import Column, input_names, setting_names
 from fxpipe.codegen.loops import LOOP, Loop
 from fxpipe.codegen.made import Made, Written, made_of_stock
+from fxpipe.codegen.names import called_values
 from fxpipe.codegen.parts import Facts, Opened, Part, Slot, open_part
 from fxpipe.codegen.scope import Scope
 from fxpipe.interpret import MODE
@@ -213,6 +214,7 @@ def _scope(
             f"${name}" for column, name in inputs.items() if isinstance(column[0], tuple)
         ),
         settings={name: column[0] for column, name in settings.items()},
+        called=called_values(new.values()),
     )
 
 

@@ -22,10 +22,11 @@ from torch import fx, nn
 
 from fxpipe.codegen.block import Block, Design, design, varying
 from fxpipe.codegen.calls import Call, call_tree, op_counts
+from fxpipe.codegen.class_names import class_names
 from fxpipe.codegen.growing import grow_lists
 from fxpipe.codegen.loops import LOOP, fold_loops, item_of
 from fxpipe.codegen.made import Made, made_of_stock
-from fxpipe.codegen.names import CALLED
+from fxpipe.codegen.names import CALLED, called_values
 from fxpipe.codegen.parts import Facts, OutsideError, Part, find_slots
 from fxpipe.codegen.scope import Scope
 from fxpipe.codegen.wording import assigned_word
@@ -90,15 +91,22 @@ class _Rolling:
         for _, found in sorted(levels.items(), key=lambda level: level[0]):
             self._level(found)
         stages = zip(self.trees, self.wiring.stages, strict=True)
+        called = called_values(node for tree in self.trees for node in tree.nodes())
         return Rolled(
             tuple(self.blocks),
             tuple(
-                self._stage(tree, tuple(port.value for port in stage.inputs), stage.outputs)
+                self._stage(tree, tuple(p.value for p in stage.inputs), stage.outputs, called)
                 for tree, stage in stages
             ),
         )
 
-    def _stage(self, tree: Call, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Scope:
+    def _stage(
+        self,
+        tree: Call,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        called: Mapping[str, str],
+    ) -> Scope:
         nodes = fold_loops(grow_lists(tree.nodes()), self.made, self.wanted)
         collected = [node.name for node in nodes if node.target is item_of]
         outputs = (
@@ -130,6 +138,7 @@ class _Rolling:
             lists=frozenset(),
             modes=modes,
             settings={},
+            called=called,
         )
 
     def _level(self, found: Sequence[tuple[Call, Call]]) -> None:
@@ -236,8 +245,8 @@ class _Rolling:
         """Name the class, and call it in place of each of `members`."""
         parts = [member.part for member in members]
         kind = type(self.capture.tree[parts[0].path])
-        name = self._class_name(kind.__name__)
         paths = tuple(dict.fromkeys(part.path for part in parts))
+        name = self._class_name(kind, paths, made.scope)
         self.blocks.append(Block(name, kind, made.scope, paths))
         for member, settings, inputs in zip(members, made.settings, made.inputs, strict=True):
             self.made[member.part.path] = Made(name, settings, frozenset(settings))
@@ -305,13 +314,12 @@ class _Rolling:
         meta |= {} if mode is None else {MODE: mode}
         return meta | ({} if region is None else {REGION: region})
 
-    def _class_name(self, wished: str) -> str:
-        base = "".join(c for c in wished if c.isascii() and (c.isalnum() or c == "_")).lstrip("_")
-        base = base if base and not base[0].isdigit() else f"Block{base}"
-        name, number = base, 1
-        while name in self.names:
-            number += 1
-            name = f"{base}{number}"
+    def _class_name(self, kind: type[nn.Module], paths: Sequence[str], scope: Scope) -> str:
+        taken = [
+            (block.name, tuple(block.scope.made)) for block in self.blocks if block.kind is kind
+        ]
+        wished = class_names(kind.__name__, tuple(scope.made), paths, taken)
+        name = next(name for name in wished if name not in self.names)
         self.names.add(name)
         return name
 

@@ -22,7 +22,6 @@ from fxpipe.codegen.loops import LOOP, Loop, item_of
 from fxpipe.codegen.names import Containers, is_free, path
 from fxpipe.codegen.scope import Scope
 from fxpipe.interpret import MODE
-from fxpipe.ir import SourceLine
 from fxpipe.regions import PLAIN, REGION, Region
 
 
@@ -44,12 +43,16 @@ class Body:
         """All lines but the final return."""
         uses = Counter(value.name for node in self.scope.nodes for value in reads(node))
         uses.update(self.scope.outputs)
-        for (region, mode, module, source), group in groupby(self.scope.nodes, key=_group):
-            members = list(group)
+        for (region, mode, module), section in groupby(self.scope.nodes, key=_section):
+            members = list(section)
             yield from self._enter(region)
             yield from self._branch(mode)
-            written = [*self._shorten(module, members), *self._members(members, uses)]
-            yield from self.comments.around(module, source, written)
+            short = [*self._shorten(module, members)]
+            for source, group in groupby(members, key=lambda node: node.meta.get("source")):
+                written = [*self._members(list(group), uses)]
+                code = any(line.code.strip() for line in written)
+                yield from self.comments.around(module, source, written, short if code else [])
+                short = [] if code else short
 
     def _members(self, members: Sequence[fx.Node], uses: Mapping[str, int]) -> Iterator[Line]:
         writer = Writer(self._value, self._path)
@@ -98,16 +101,13 @@ class Body:
         self._mode = mode
 
     def _shorten(self, module: str, members: Sequence[fx.Node]) -> Iterator[Line]:
-        """A variable for the module, if the group names it more than once and it is a long name."""
+        """A variable for the module, if its lines name it more than once and it is a long name."""
         inside = f"{module}."
         named = sum(name.startswith(inside) for node in members for name in _paths(node))
         if named < 2 or "." not in module:
             return
-        parts = module.split(".")
-        start = max((k for k, part in enumerate(parts) if not part.isdecimal()), default=0)
-        variable = "_".join(parts[start:])
-        if not is_free(variable) or variable in self.names.values():
-            variable = f"{variable}_module"
+        last = next((part for part in reversed(module.split(".")) if not part.isdecimal()), "")
+        variable = self._free(_singular(last) if module[-1].isdecimal() else last)
         if not variable.isidentifier() or self._short.get(module) == variable:
             return
         self._short = {k: v for k, v in self._short.items() if v != variable}
@@ -115,9 +115,10 @@ class Body:
         self._short[module] = variable
 
     def _path(self, name: str) -> str:
-        parent = name.rpartition(".")[0]
-        if parent in self._short:
-            return path(name, self.containers, known=(parent, self._short[parent]))
+        parts = name.split(".")
+        for k in range(len(parts) - 1, 0, -1):
+            if (above := ".".join(parts[:k])) in self._short:
+                return path(name, self.containers, known=(above, self._short[above]))
         return path(name, self.containers)
 
     def _value(self, node: fx.Node) -> str:
@@ -176,9 +177,10 @@ class Body:
             arguments.append(text if result is None else variables[result])
         if first:
             yield Line(f"{self._indent}{', '.join(first)} = {', '.join(begun)}")
-        container = path(str(node.target), self.containers)
+        container = self._path(str(node.target))
         kind = self.containers[str(node.target)]
         variable = self._loop_variable(str(node.target), loop)
+        self._short = {k: v for k, v in self._short.items() if v != variable}
         lists = {result: self.names[f"{node.name}.{result}"] for result in loop.collected}
         for result, name in lists.items():
             if variables[result] == "_":
@@ -215,14 +217,21 @@ class Body:
         """`layer` for `layers`, or the last word of the class's name: `block` for a GPT2Block."""
         last = container.rpartition(".")[2]
         words = re.findall(r"[A-Z]+[a-z]*|[a-z]+", loop.made[0].name)
-        name = last[:-1] if last.endswith("s") and len(last) > 3 else words[-1].lower()
+        name = _singular(last)
+        return self._free(name if name != last else words[-1].lower())
+
+    def _free(self, name: str) -> str:
+        """A variable for a module that no value has."""
         return name if is_free(name) and name not in self.names.values() else f"{name}_module"
 
 
-def _group(node: fx.Node) -> tuple[Region, bool | None, str, SourceLine | None]:
-    """The region and mode that the line is of, the module whose forward has it, and the line."""
-    meta = node.meta
-    return meta.get(REGION, PLAIN), meta.get(MODE), home(node), meta.get("source")
+def _section(node: fx.Node) -> tuple[Region, bool | None, str]:
+    """The region and mode that the line is of, and the module whose forward has it."""
+    return node.meta.get(REGION, PLAIN), node.meta.get(MODE), home(node)
+
+
+def _singular(name: str) -> str:
+    return name[:-1] if name.endswith("s") and len(name) > 3 else name
 
 
 def _settings(region: Region) -> Iterator[str]:

@@ -57,7 +57,7 @@ def class_text(
 ) -> ClassText:
     """Decide every line of the class of `scope`; `dtype` is the model's own."""
     made = construct(scope)
-    names = local_names(scope.nodes, scope.inputs, scope.outputs)
+    names = local_names(scope.nodes, scope.inputs, scope.outputs, scope.called)
     names |= collected_names(scope.nodes, names)
     parameters = [f"{names[value]}: {_kind(scope, value)}" for value in scope.inputs]
     body = [

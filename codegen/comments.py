@@ -1,10 +1,12 @@
 """Comments of a body: where each group of lines comes from, and the shapes of results."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
 from fxpipe.codegen.names import plain
+from fxpipe.codegen.wording import assigned_word
 from fxpipe.ir import SourceLine
 
 LINE = 88  # columns that ruff leaves to a line if nobody tells it otherwise
@@ -40,8 +42,13 @@ class Comments:
     _module: str = ""
     _spec: str = ""
 
-    def around(self, module: str, source: object, lines: Sequence[Line]) -> Iterator[Line]:
-        """`lines`, which are of the user's line `source` in the forward of `module`."""
+    def around(
+        self, module: str, source: object, lines: Sequence[Line], first: Sequence[Line]
+    ) -> Iterator[Line]:
+        """`lines`, which are of the user's line `source` in the forward of `module`.
+
+        `first` are lines of ours that stand before them.
+        """
         code = [line.code for line in lines if line.code.strip()]
         indent = " " * (len(code[0]) - len(code[0].lstrip())) if code else ""
         said = ""
@@ -54,9 +61,10 @@ class Comments:
             said = f"line {source.line}"
             if source.file != self.file:
                 said = plain(f"{source.file.rpartition('/')[2]}:{source.line}")
-            if not _alike(source.text, code):
-                yield Line(indent, plain(shortened(f"{said}: {source.text}", WIDTH - 2)))
-                said = ""
+        yield from first
+        if isinstance(source, SourceLine) and said and not _alike(source.text, code):
+            yield Line(indent, plain(shortened(f"{said}: {source.text}", WIDTH - 2)))
+            said = ""
         for line in lines:
             yield from self._commented(line.code, said, line.comment)
             said = ""
@@ -82,6 +90,12 @@ def shortened(text: str, width: int) -> str:
 
 
 def _alike(text: str, code: Sequence[str]) -> bool:
-    """Whether the code says what the user's line said, so that it needs no repeating."""
+    """Whether the code says what the user's line said, so that it needs no repeating.
+
+    Of a call over several lines the first is known, which says what the result is called.
+    """
+    assigned = assigned_word(text) if text.endswith("(") else None
+    if assigned is not None and re.match(rf"\s*{assigned}(_\d+)? = ", code[-1]):
+        return True
     ours, theirs = ("".join("".join(lines).split()) for lines in (code, [text]))
     return SequenceMatcher(None, ours, theirs, autojunk=False).ratio() > 0.5

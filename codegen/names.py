@@ -19,9 +19,12 @@ CALLED = "called"  # key of a node's meta: the variable that the user's line ass
 
 
 def local_names(
-    ops: Sequence[fx.Node], inputs: Sequence[str], outputs: Iterable[str]
+    ops: Sequence[fx.Node],
+    inputs: Sequence[str],
+    outputs: Iterable[str],
+    called: Mapping[str, str],
 ) -> dict[str, str]:
-    """A variable for each value of a stage, by value.
+    """A variable for each value of a stage, by value; `called` are those with a name of their own.
 
     The graph numbers its values (`x_3`, `x_4`); a person writes `x` again and again. A number is
     kept only where the unnumbered name still holds a value that is read later. So memory is given
@@ -33,7 +36,6 @@ def local_names(
             last_use[used.name] = max(place, last_use.get(used.name, 0))
     made_at = [*((-1, name) for name in inputs), *((k, node.name) for k, node in enumerate(ops))]
     functions = {function_called(node) for node in ops}
-    called = {node.name: node.meta[CALLED] for node in ops if CALLED in node.meta}
     taken_until: dict[str, int] = {}
     chosen: dict[str, str] = {}
     for place, value in made_at:
@@ -47,6 +49,11 @@ def local_names(
         chosen[value] = variable
         taken_until[variable] = last_use.get(value, place + 1)
     return chosen
+
+
+def called_values(ops: Iterable[fx.Node]) -> dict[str, str]:
+    """The variables that the user's lines assign to what modules of the package return."""
+    return {node.name: node.meta[CALLED] for node in ops if CALLED in node.meta}
 
 
 def base_name(value: str) -> str:

@@ -83,8 +83,11 @@ def _doc(block: Block, file: str) -> str:
     kinds = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", p) for p in block.paths))
     count = f"{len(block.paths)} times" if len(block.paths) > 1 else "called more than once"
     whole = f"{block.kind.__name__} of {file or block.kind.__module__}, {count}"
-    told = f"{whole}: {kinds[0]}{', ...' if len(kinds) > 1 else ''}"
-    return plain(f"{told if len(told) <= _DOC_WIDTH else whole}.")
+    for told in (f"{whole}: {', '.join(kinds[:k])}" for k in range(len(kinds), 0, -1)):
+        others = ", ..." if not told.endswith(kinds[-1]) else "."
+        if len(told + others) <= _DOC_WIDTH:
+            return plain(told + others)
+    return plain(f"{whole}.")
 
 
 def _summary(capture: Capture, names: Sequence[str]) -> str:

@@ -47,6 +47,14 @@ def test_another_length_gives_the_models_own_numbers(tmp_path):
         torch.testing.assert_close(pipe(tokens), model(tokens), rtol=0, atol=1e-12)
 
 
+def test_sizes_that_forward_adds_nothing_to_are_left_open():
+    class Padded(Reader):
+        def forward(self, tokens):
+            return self.head(self.embed(tokens) / (tokens.size(1) + 0))
+
+    assert dict(compiled(Padded()).manifest.sizes) == {"length": 12}
+
+
 def test_a_length_for_which_forward_takes_another_path_is_refused(tmp_path):
     pipe = fxpipe.load(compiled(Reader()).write(tmp_path / "out"))
     with pytest.raises(InputError, match=r"length <= 18, found length 20"):

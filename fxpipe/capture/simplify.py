@@ -115,7 +115,7 @@ def _counts(node: fx.Node) -> bool:
 def _passes_on(node: fx.Node) -> fx.Node | None:
     """The operand that the result of `node` always equals, if there is one."""
     for operand in node.all_input_nodes:
-        if _equals(node, operand) and _alike(node, operand):
+        if _alike(node, operand) and _equals(node, operand):
             return operand
     return None
 

@@ -104,8 +104,8 @@ def test_a_module_that_a_group_names_twice_gets_a_variable():
     model.blocks = nn.ModuleList([Inner()])
     model.forward = lambda x: model.blocks[0](x)
     assert body(model, torch.randn(4, 6)) == [
-        'blocks_0 = self.blocks["0"]',
-        "return x * blocks_0.scale + blocks_0.shift",
+        'block = self.blocks["0"]',
+        "return x * block.scale + block.shift",
     ]
 
 
