@@ -145,6 +145,17 @@ def test_the_batch_is_that_of_the_first_input_with_more_than_one_row():
     assert captured.batch == 4
 
 
+@pytest.mark.parametrize("shape", [(4, 3), (1, 3), ()], ids=str)
+def test_an_input_may_be_read_by_nobody(shape):
+    class Ignores(models.Chain):
+        def forward(self, x, other):
+            return self.layers(x)
+
+    captured = capture(Ignores(), (torch.randn(4, 6), torch.randn(shape)), {})
+    assert captured.checked == "train and eval"
+    assert [str(node) for node in captured.graph.nodes if node.op == "placeholder"][1] == "other"
+
+
 def test_an_output_that_changes_with_the_batch_and_is_no_tensor_is_refused():
     model = forward_of(lambda self, x: {"y": self.layers(x), "rows": len(x)})
     with pytest.raises(CaptureError, match=r"output\['rows'\] is 4 with one batch and 5"):
@@ -293,7 +304,15 @@ class NewBuffer(nn.Module):
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (Branch(), ["test_capture.py", "if x.sum() > 0:", "path does not depend on the values"]),
+        (
+            Branch(),
+            [
+                "test_capture.py",
+                "if x.sum() > 0:",
+                "path does not depend on the values",
+                "allow-graph-breaks",
+            ],
+        ),
         (Frozen(), ["one batch size only", "view(4, 6)", "x.size(0)"]),
         (Foreign(), ["'tests::twice'", "torch alone", "torch.ops.tests.twice(self.layers(x))"]),
     ],

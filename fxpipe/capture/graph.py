@@ -46,7 +46,8 @@ def own_graph(
     placeholders = [node for node in found.nodes if node.op == "placeholder"]
     for node, name in zip(placeholders, inputs, strict=True):
         builder.values[node] = builder.graph.placeholder(name)
-        builder.values[node].meta["val"] = node.meta["example_value"]
+        # An input that is never read has `val` alone.
+        builder.values[node].meta["val"] = node.meta.get("example_value", node.meta.get("val"))
     result = builder.copy(found)
     builder.graph.output(tuple(builder.result(value) for value in result))
     builder.graph.lint()
