@@ -273,7 +273,7 @@ def _unsupported(error: Exception) -> str:
             f"the model can't be captured as one graph, {_place(frame)}",
             *reasons,
             *hints[:2],
-            "A pipeline needs a forward whose path does not depend on the values of its tensors: with "
-            "--allow-graph-breaks it is made of the model's largest part that has one.",
+            "A pipeline needs a forward whose path does not depend on the values of its tensors: "
+            "with --allow-graph-breaks it is made of the model's largest part that has one.",
         ]
     )
