@@ -24,7 +24,7 @@ from fxpipe.codegen.block import Block, Design, design, varying
 from fxpipe.codegen.calls import Call, call_tree, op_counts
 from fxpipe.codegen.class_names import class_names
 from fxpipe.codegen.growing import grow_lists
-from fxpipe.codegen.loops import LOOP, fold_loops, item_of
+from fxpipe.codegen.loops import LOOP, called_modules, fold_loops, item_of
 from fxpipe.codegen.made import Made, made_of_stock
 from fxpipe.codegen.names import CALLED, called_values
 from fxpipe.codegen.parts import Facts, OutsideError, Part, find_slots
@@ -127,7 +127,7 @@ class _Rolling:
             nodes=tuple(nodes),
             inputs=inputs,
             outputs=outputs,
-            made=self.made,
+            made={path: self.made[path] for node in nodes for path in called_modules(node)},
             tree=self.capture.tree,
             state=self.capture.state,
             shapes={},
@@ -315,10 +315,8 @@ class _Rolling:
         return meta | ({} if region is None else {REGION: region})
 
     def _class_name(self, kind: type[nn.Module], paths: Sequence[str], scope: Scope) -> str:
-        taken = [
-            (block.name, tuple(block.scope.made)) for block in self.blocks if block.kind is kind
-        ]
-        wished = class_names(kind.__name__, tuple(scope.made), paths, taken)
+        others = [(tuple(b.scope.made), b.paths) for b in self.blocks if b.kind is kind]
+        wished = class_names(kind.__name__, (tuple(scope.made), paths), others)
         name = next(name for name in wished if name not in self.names)
         self.names.add(name)
         return name

@@ -1,34 +1,37 @@
-"""What a class of repeated modules is called: as the user's, and what tells it from others of it."""
+"""What a class of repeated modules is called: as the user's, and by what is its own."""
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import count
 
+# The modules that a class has, and those that it stands for.
+Variant = tuple[Collection[str], Collection[str]]
 
-def class_names(
-    kind: str,
-    children: Collection[str],
-    paths: Sequence[str],
-    others: Sequence[tuple[str, Collection[str]]],
-) -> Iterator[str]:
+
+def class_names(kind: str, made: Variant, others: Sequence[Variant]) -> Iterator[str]:
     """Names for a class of the user's class `kind`, the best first.
 
-    `children` are the modules that it has, `paths` the modules that it stands for; `others` are
-    the names of classes of the same `kind` with their modules. A variant is called by a module that
-    only it has (`BottleneckWithDownsample`), or as all the modules are that it stands for
-    (`EncDecAttention`), else it has a number.
+    A variant is called by a module that only it has (`BottleneckWithDownsample`), or as only those
+    modules are called that it stands for (`EncDecAttention`), else it has a number.
     """
     plain = "".join(c for c in kind if c.isascii() and (c.isalnum() or c == "_")).lstrip("_")
     base = plain if plain and not plain[0].isdigit() else f"Block{plain}"
     yield base
-    own = {child.partition(".")[0] for child in children}
-    for _, theirs in others:
-        more = own - {child.partition(".")[0] for child in theirs}
+    for theirs, _ in others:
+        more = _first_names(made[0]) - _first_names(theirs)
         if len(more) == 1 and (word := _camel(more.pop())):
             yield f"{base}With{word}"
-    called = {path.rpartition(".")[2] for path in paths}
-    if len(called) == 1 and len(word := _camel(called.pop())) > 3:
-        yield word
+    called = _last_names(made[1])
+    if len(called) == 1 and not any(called & _last_names(paths) for _, paths in others):
+        yield _camel(called.pop()) or base
     yield from (f"{base}{number}" for number in count(2))
+
+
+def _first_names(children: Collection[str]) -> set[str]:
+    return {child.partition(".")[0] for child in children}
+
+
+def _last_names(paths: Collection[str]) -> set[str]:
+    return {path.rpartition(".")[2] for path in paths}
 
 
 def _camel(name: str) -> str:

@@ -91,7 +91,7 @@ def tie_lines(capture: Capture, held: Iterable[str], containers: Containers) -> 
 def _make_whole(place: _Place, name: str, scope: Scope) -> None:
     """Stock modules whose tensors are read by ops of others are made as what they are."""
     if place.tensors and not place.children:
-        place.made = place.made or made_whole(scope.tree.get(name), place.tensors)
+        place.made = scope.made.get(name) or made_whole(scope.tree.get(name), place.tensors)
         place.tensors = [] if place.made is not None else place.tensors
     for last, below in place.children.items():
         _make_whole(below, f"{name}.{last}" if name else last, scope)

@@ -77,6 +77,14 @@ def item_of(results: Any, result: int, call: int) -> Any:
     raise AssertionError("it is written as an index, never run")
 
 
+def called_modules(node: fx.Node) -> tuple[str, ...]:
+    """The paths of the modules that a node calls."""
+    if node.op != "call_module":
+        return ()
+    loop: Loop | None = node.meta.get(LOOP)
+    return tuple(f"{node.target}.{k}" for k in loop.numbers) if loop else (str(node.target),)
+
+
 def collected_names(nodes: Iterable[fx.Node], names: Mapping[str, str]) -> dict[str, str]:
     """Lists of the collected results of loops, by "loop.result", and items of them, by value."""
     found: dict[str, str] = {}

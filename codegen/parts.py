@@ -5,6 +5,7 @@ given. Those places are the part's slots.
 """
 
 import inspect
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -298,6 +299,8 @@ def _told(part: Part, facts: Facts) -> Iterator[TensorSpec]:
 
 def _argument_names(node: fx.Node) -> list[str]:
     """What the positional arguments of an op are called, as far as the function tells."""
+    if node.target is operator.getitem:
+        return ["", "index"]
     if node.op == "call_function":
         try:
             return [*inspect.signature(node.target).parameters, *[""] * len(node.args)]  # type: ignore[arg-type]
