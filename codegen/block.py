@@ -75,14 +75,6 @@ def design(
         if all(where_told(spec, size) is None for spec in given):
             return None
     outputs = tuple(sorted(frozenset[int]().union(*(part.outputs for part in parts))))
-    modes = {
-        f"${name}": {capture.mode(value.name) for value in column}
-        for column, name in inputs.items()
-        if not isinstance(column[0], tuple)
-    }
-    for place in outputs:
-        modes[first.nodes[place].name] = {capture.mode(part.nodes[place].name) for part in parts}
-    partial = {value: (found - {"both"}) for value, found in modes.items() if first.mode is None}
     return Design(
         scope=_scope(
             parts,
@@ -92,7 +84,7 @@ def design(
             inputs,
             outputs,
             common,
-            {v: min(found) for v, found in partial.items() if found},
+            _modes(parts, inputs, outputs, capture),
         ),
         settings=[
             {name: column[k] for column, name in settings.items()} for k in range(len(parts))
@@ -100,6 +92,26 @@ def design(
         inputs=[tuple(column[k] for column in inputs) for k in range(len(parts))],
         outputs=outputs,
     )
+
+
+def _modes(
+    parts: Sequence[Part],
+    inputs: Mapping[Column, str],
+    outputs: Sequence[int],
+    capture: Capture,
+) -> dict[str, Mode]:
+    """Inputs and outputs that one mode alone has, where it is not the whole call that it has."""
+    values = {f"${name}": column for column, name in inputs.items()}
+    for place in outputs:
+        values[parts[0].nodes[place].name] = tuple(part.nodes[place] for part in parts)
+    modes: dict[str, Mode] = {}
+    for name, column in values.items():
+        if isinstance(column[0], tuple):
+            continue
+        pairs = zip(column, parts, strict=True)
+        found = {capture.mode(value.name) for value, part in pairs if part.mode is None}
+        modes |= {name: mode for mode in sorted(found - {"both"})[:1]}
+    return modes
 
 
 def _columns(parts: Sequence[Part]) -> list[Column]:

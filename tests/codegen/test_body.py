@@ -168,3 +168,26 @@ def test_a_variable_of_a_repeated_module_may_be_called_as_its_weight_is(tmp_path
         lambda rows: {"input": torch.randn(rows, 6)},
         tmp_path,
     )
+
+
+def test_a_repeated_module_may_be_called_in_one_mode_alone_at_times(tmp_path):
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.linear(x).relu() * 0.5
+
+    class Auxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.aux = Half(), Half(), Half()
+
+        def forward(self, x):
+            x = self.one(x)
+            if self.training:
+                return self.two(x), self.aux(x)
+            return self.two(x)
+
+    verified(Auxiliary, lambda rows: {"x": torch.randn(rows, 6)}, tmp_path)
