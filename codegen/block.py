@@ -85,6 +85,7 @@ def design(
             outputs,
             common,
             _modes(parts, inputs, outputs, capture),
+            capture.fixed,
         ),
         settings=[
             {name: column[k] for column, name in settings.items()} for k in range(len(parts))
@@ -161,6 +162,7 @@ def _scope(
     outputs: Sequence[int],
     common: Mapping[str, TensorSpec],
     modes: Mapping[str, Mode],
+    fixed: frozenset[str],
 ) -> Scope:
     """The ops of the first part in a graph of their own, with names in its slots."""
     graph = fx.Graph()
@@ -224,6 +226,11 @@ def _scope(
         modes=modes,
         lists=frozenset(
             f"${name}" for column, name in inputs.items() if isinstance(column[0], tuple)
+        ),
+        fixed=frozenset(
+            f"${name}"
+            for column, name in inputs.items()
+            if not isinstance(column[0], tuple) and fixed & {value.name for value in column}
         ),
         settings={name: column[0] for column, name in settings.items()},
         called=called_values(new.values()),

@@ -25,7 +25,7 @@ from fxpipe.codegen.calls import Call, call_tree, op_counts
 from fxpipe.codegen.class_names import class_names
 from fxpipe.codegen.growing import grow_lists
 from fxpipe.codegen.loops import LOOP, called_modules, fold_loops, item_of
-from fxpipe.codegen.made import Made, made_of_stock
+from fxpipe.codegen.made import Made, dtypes_within, made_of_stock
 from fxpipe.codegen.names import CALLED, called_values
 from fxpipe.codegen.parts import Facts, OutsideError, Part, find_slots
 from fxpipe.codegen.scope import Scope
@@ -136,6 +136,7 @@ class _Rolling:
             texts=tuple(literals.values()),
             specs={name: sizes.spec(spec) for name, spec in specs.items()},
             lists=frozenset(),
+            fixed=self.capture.fixed,
             modes=modes,
             settings={},
             called=called,
@@ -194,7 +195,12 @@ class _Rolling:
         for node in reversed(nodes[:-1]):
             self.graph.erase_node(node)
         self.made[call.path] = Made(
-            "nn.Sequential", {}, frozenset(), nn.Sequential, (), tuple(chain)
+            "nn.Sequential",
+            {},
+            frozenset(),
+            nn.Sequential,
+            chain=tuple(chain),
+            dtypes=dtypes_within(chain),
         )
         return before
 
@@ -248,8 +254,10 @@ class _Rolling:
         paths = tuple(dict.fromkeys(part.path for part in parts))
         name = self._class_name(kind, paths, made.scope)
         self.blocks.append(Block(name, kind, made.scope, paths))
+        own = {k: v.dtype for k, v in made.scope.state.items() if isinstance(v, nn.Parameter)}
+        dtypes = own | dtypes_within(made.scope.made.items())
         for member, settings, inputs in zip(members, made.settings, made.inputs, strict=True):
-            self.made[member.part.path] = Made(name, settings, frozenset(settings))
+            self.made[member.part.path] = Made(name, settings, frozenset(settings), dtypes=dtypes)
             given = tuple(self._given(value) for value in inputs)
             member.parent.replace(member.call, self._call(member, given, made.outputs))
 

@@ -92,10 +92,11 @@ def _opening(
 ) -> Iterator[Line]:
     """What the ops need to know of the inputs: sizes, dtype, device."""
     always = [v for v in scope.inputs if v not in scope.modes]
-    given = [(names[v], scope.specs[v]) for v in always if v in scope.specs]
-    yield from map(Line, size_lines(scope.texts, given))
+    given = {v: (names[v], scope.specs[v]) for v in always if v in scope.specs}
+    yield from map(Line, size_lines(scope.texts, [*given.values()]))
     if any(re.search(r"\bdtype\b", text) for text in scope.texts):
-        yield Line(f"dtype = {_dtype(scope, given, made, dtype)}")
+        telling = [given[v] for v in given if v not in scope.fixed]
+        yield Line(f"dtype = {_dtype(scope, telling, made, dtype)}")
     if any(names_device(node) for node in scope.nodes):
         device = f"{names[always[0]]}.device" if always else 'torch.device("cpu")'
         yield Line(f"device = {device}")

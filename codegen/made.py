@@ -28,8 +28,8 @@ class Made:
     """One module: its class, the arguments by name, and the parameters that are frozen.
 
     `stock` is the class if it is one of torch.nn. Of `arguments` only those in `needed` are
-    written. An nn.Sequential has its modules in `chain`, by name. `dtypes` are those of a stock
-    module's parameters.
+    written. An nn.Sequential has its modules in `chain`, by name. `dtypes` are those of the
+    parameters within it.
     """
 
     name: str
@@ -100,6 +100,11 @@ def made_of_stock(module: nn.Module) -> Made:
     name = f"nn.{found.kind.__name__}"
     dtypes = {name: parameter.dtype for name, parameter in own.items()}
     return Made(name, dict(found.arguments), found.needed, found.kind, frozen, (), dtypes)
+
+
+def dtypes_within(modules: Iterable[tuple[str, Made]]) -> dict[str, torch.dtype]:
+    """Those of the parameters of `modules`, by name."""
+    return {f"{path}.{name}": own for path, one in modules for name, own in one.dtypes.items()}
 
 
 def made_whole(module: nn.Module | None, used: Collection[str]) -> Made | None:

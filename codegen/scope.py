@@ -20,8 +20,9 @@ class Scope:
     `texts` what is read of them. `specs` are those of values, as far as they are the same in all
     instances. `settings` are arguments of the constructor, each with a value that it has. `modes`
     has those inputs and outputs that are there in one mode only, `lists` those inputs that are a
-    list of tensors. `called` are the variables that the user's lines assign values to, where these
-    tell more than the values' own names.
+    list of tensors, `fixed` those whose dtype is not the model's own, be it equal. `called` are the
+    variables that the user's lines assign values to, where these tell more than the values' own
+    names.
     """
 
     path: str
@@ -38,5 +39,6 @@ class Scope:
     specs: Mapping[str, TensorSpec]
     modes: Mapping[str, Mode]
     lists: frozenset[str]
+    fixed: frozenset[str]
     settings: Mapping[str, Any]
     called: Mapping[str, str]

@@ -109,6 +109,12 @@ class Capture:
         """The modes in which `value` is computed."""
         return self.ops[value].mode if value in self.ops else "both"
 
+    @property
+    def fixed(self) -> frozenset[str]:
+        """Values that are of one dtype whatever the model's own is."""
+        nodes = self.graph.nodes
+        return frozenset(node.name for node in nodes if node.meta.get("dtype") == "fixed")
+
 
 @dataclass(frozen=True, slots=True)
 class OpCost:

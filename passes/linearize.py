@@ -125,11 +125,12 @@ def _without_dtype(capture: Capture) -> Iterable[tuple[str, str]]:
     So every stage that asks holds a parameter or takes a value that tells.
     """
     unknown: set[str] = set()
+    fixed = capture.fixed
     for node in _nodes(capture):
         reads = [used for used in node.all_input_nodes if used.name not in unknown]
         asked = any(used.target in (DTYPE, limit) for used in reads)
         asks = asked or len(reads) < len(node.all_input_nodes)
-        values = [used.meta.get("val") for used in reads]
+        values = [used.meta.get("val") for used in reads if used.name not in fixed]
         tells = any(isinstance(value, Tensor) and value.dtype == capture.dtype for value in values)
         readers = [user for user in node.users if user.name in capture.ops]
         if asks and not tells and node.op != "call_module":

@@ -2,6 +2,7 @@
 
 import textwrap
 
+import pytest
 import torch
 from flat import compile_flat, verified
 from torch import nn
@@ -191,3 +192,33 @@ def test_a_repeated_module_may_be_called_in_one_mode_alone_at_times(tmp_path):
             return self.two(x)
 
     verified(Auxiliary, lambda rows: {"x": torch.randn(rows, 6)}, tmp_path)
+
+
+@pytest.mark.parametrize("devices", ["cpu*2", "cpu*4"])
+def test_the_models_dtype_is_read_off_what_has_it(devices, tmp_path):
+    class Projection(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(1, 6)
+
+        def forward(self, x):
+            return self.linear(x).relu() * 0.5
+
+    class Time(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.projection = Projection()
+
+        def forward(self, step):  # float32 whatever the model is, until it is projected
+            angle = step[:, None].float().sin()
+            return self.projection(angle.to(self.projection.linear.weight.dtype))
+
+    class Times(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = Time(), Time()
+
+        def forward(self, step):
+            return self.one(step) + self.two(step)
+
+    verified(Times, lambda rows: {"step": torch.arange(rows)}, tmp_path, devices=devices)
