@@ -111,7 +111,8 @@ def _modes(
             continue
         pairs = zip(column, parts, strict=True)
         found = {capture.mode(value.name) for value, part in pairs if part.mode is None}
-        modes |= {name: mode for mode in sorted(found - {"both"})[:1]}
+        if found - {"both"}:
+            modes[name] = min(found - {"both"})
     return modes
 
 
