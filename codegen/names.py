@@ -2,6 +2,7 @@
 
 import builtins
 import keyword
+import operator
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +35,10 @@ def local_names(
     for place, node in enumerate(ops):
         for used in node.all_input_nodes:
             last_use[used.name] = max(place, last_use.get(used.name, 0))
+    for node in ops:  # what is unpacked at once needs as many names
+        source = node.args[0] if node.target is operator.getitem else None
+        if isinstance(source, fx.Node) and isinstance(source.meta.get("val"), tuple | list):
+            last_use[node.name] = max(last_use[source.name], last_use.get(node.name, 0))
     made_at = [*((-1, name) for name in inputs), *((k, node.name) for k, node in enumerate(ops))]
     functions = {function_called(node) for node in ops}
     taken_until: dict[str, int] = {}

@@ -222,3 +222,37 @@ def test_the_models_dtype_is_read_off_what_has_it(devices, tmp_path):
             return self.one(step) + self.two(step)
 
     verified(Times, lambda rows: {"step": torch.arange(rows)}, tmp_path, devices=devices)
+
+
+def test_what_one_call_gives_has_a_variable_each_even_if_all_is_collected(tmp_path):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 12)
+
+        def forward(self, x, caches):
+            keys, values = self.linear(x).tanh().chunk(2, dim=1)
+            caches.append({"keys": keys})
+            return x + keys * values
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.cross = Attention(), Attention()
+
+        def forward(self, x, inner, cross):
+            return self.cross(self.inner(x, inner), cross)
+
+    class Caching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Layer(), Layer()])
+            self.head = nn.Linear(6, 2)
+
+        def forward(self, x):
+            inner, cross = [], []
+            for layer in self.layers:
+                x = layer(x, inner, cross)
+            return self.head(x), inner, cross
+
+    verified(Caching, lambda rows: {"x": torch.randn(rows, 6)}, tmp_path, devices="cpu*1")
