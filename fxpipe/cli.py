@@ -193,10 +193,12 @@ def verify_command(
     with _answering(as_json) as answer:
         from fxpipe import report
         from fxpipe import target as targets
+        from fxpipe.edits import edits
         from fxpipe.verify import verify
 
         result = verify(out, targets.load(target), batch=batch, dtype=dtype.value)
-        answer(report.verification_json(result), report.verification_table(result))
+        found = edits(out)
+        answer(report.verification_json(result, found), report.verification_table(result, found))
         if not result.equal:
             raise typer.Exit(_DIFFERS)
 

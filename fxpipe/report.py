@@ -81,11 +81,15 @@ def package_table(manifest: Manifest, edits: Edits) -> RenderableType:
             )
         )
     parts.append(_step(manifest))
-    changed = [f"{how} {', '.join(names)}" for how, names in asdict(edits).items() if names]
-    if changed:
-        parts.append(escape(f"files: {'; '.join(changed)}"))
+    parts += _files(edits)
     spaced = [part for section in parts for part in ("", section)]
     return Group(*spaced[1:])
+
+
+def _files(edits: Edits) -> list[str]:
+    """The line that tells which files are no longer as they were written, if there are any."""
+    changed = [f"{how} {', '.join(names)}" for how, names in asdict(edits).items() if names]
+    return [escape(f"files: {'; '.join(changed)}")] if changed else []
 
 
 def _heading(manifest: Manifest) -> str:
@@ -179,13 +183,13 @@ def passes_text(package: "Package") -> str:
     return "\n".join(f"{name:<12}{line}" for name, line in lines.items())
 
 
-def verification_json(result: "Verification") -> dict[str, Any]:
-    """The verification with its verdict."""
-    return {"equal": result.equal, **_finite(asdict(result))}
+def verification_json(result: "Verification", edits: Edits) -> dict[str, Any]:
+    """The verification with its verdict, and files that were edited."""
+    return {"equal": result.equal, **_finite(asdict(result)), "files": asdict(edits)}
 
 
-def verification_table(result: "Verification") -> RenderableType:
-    """The largest differences of each group, then the verdict."""
+def verification_table(result: "Verification", edits: Edits) -> RenderableType:
+    """The largest differences of each group, files that were edited, then the verdict."""
     table = _table("compared", "tensors", "absolute", "relative", "largest in")
     table.columns[0].justify = table.columns[-1].justify = "left"
     table.columns[-1].overflow = "fold"
@@ -200,7 +204,7 @@ def verification_table(result: "Verification") -> RenderableType:
         else f"[red]differs[/red]: over {result.tolerance:g} relative"
     )
     m = _plural(result.microbatches, "micro-batch", "es")
-    notes = [escape(note) for note in result.notes]
+    notes = [*(escape(note) for note in result.notes), *_files(edits)]
     return Group(table, *notes, f"{verdict} ({result.dtype}, batch {result.batch} in {m})")
 
 

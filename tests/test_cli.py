@@ -136,6 +136,9 @@ def test_verify_says_differs_with_exit_code_1(package):
     result = run("verify", "edited", package.parent / "net.py")
     assert result.exit_code == 1, result.output
     assert "differs" in result.stdout
+    assert "files: edited stage_" in result.stdout
+    facts = json.loads(run("verify", "edited", package.parent / "net.py", "--json").stdout)
+    assert facts["files"]["edited"]
 
 
 def test_inspect_names_files_that_were_edited_and_compile_keeps_them():

@@ -128,7 +128,7 @@ def test_package_json_holds_the_same():
 
 def verification(*differences: Difference, notes: tuple[str, ...] = ()) -> str:
     result = Verification("float64", 8, 4, 1e-10, differences, notes)
-    return shown(report.verification_table(result))
+    return shown(report.verification_table(result, Edits()))
 
 
 def test_verification_names_the_worst():

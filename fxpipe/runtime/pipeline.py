@@ -31,6 +31,12 @@ from fxpipe.runtime.weight_files import WeightFiles
 from fxpipe.schedule import Action, Schedule
 
 
+def _with_extra(pipe: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A hook of `state_dict` that adds what the original's modules had added to theirs."""
+    assert isinstance(pipe, Pipeline)
+    state.update({f"{prefix}{key}": value for key, value in pipe._extra.items()})
+
+
 @dataclass(frozen=True, slots=True)
 class Workers:
     """What the first call makes: the lanes, and a copy stream per lane and micro-batch."""
@@ -75,6 +81,8 @@ class Pipeline(nn.Module):
         self._workers: Workers | None = None
         self._state = State(self, manifest.state, self._stages)
         self._state.load_buffers(self, buffers)
+        self._extra: dict[str, Any] = {}
+        self.register_state_dict_post_hook(_with_extra)  # type: ignore[no-untyped-call]
 
     @property
     def manifest(self) -> Manifest:
@@ -150,13 +158,19 @@ class Pipeline(nn.Module):
     ) -> Any:
         """Load the original model's weights; nothing is loaded unless all fit.
 
-        Raises WeightsError that names all missing, unexpected and wrongly shaped keys.
+        What its modules' `get_extra_state` gave is kept, and given back by `state_dict`. Raises
+        WeightsError that names all missing, unexpected and wrongly shaped keys.
         """
-        wanted = {name: tensor.shape for name, tensor in self.state_dict().items()}
-        weights.check(
-            wanted, state_dict, lambda name: state_dict[name].shape, strict, "the state_dict"
-        )
-        result = super().load_state_dict(state_dict, strict, assign)
+        wanted = {name: tensor.shape for name, tensor in self._tensors().items()}
+        extra = {
+            key: value
+            for key, value in state_dict.items()
+            if key not in wanted and key.rpartition(".")[2] == "_extra_state"
+        }
+        given = {key: value for key, value in state_dict.items() if key not in extra}
+        weights.check(wanted, given, lambda name: given[name].shape, strict, "the state_dict")
+        result = super().load_state_dict(given, strict, assign)
+        self._extra |= extra
         self._state.bind(self)
         return result
 
@@ -168,7 +182,7 @@ class Pipeline(nn.Module):
         fit; `strict` is as in `load_state_dict`. Raises WeightsError that names all missing,
         unexpected and wrongly shaped keys.
         """
-        tensors = self.state_dict()
+        tensors = self._tensors()
         with WeightFiles(path) as files:
             keys = self._state.keys_of(files.keys)
             wanted = {name: tensor.shape for name, tensor in tensors.items()}
@@ -202,6 +216,10 @@ class Pipeline(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._state.bind(self)
         return self
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The state_dict without what modules added to it."""
+        return {key: value for key, value in self.state_dict().items() if key not in self._extra}
 
     def _fixed(self, reason: str) -> DeviceError:
         return DeviceError(

@@ -124,6 +124,25 @@ def test_all_that_is_wrong_with_weights_is_told_before_any_is_loaded(tmp_path):
     assert sorted(result.missing_keys) == ["first.bias", "first.weight"]
 
 
+def test_what_modules_add_to_their_state_is_kept_and_given_back(tmp_path):
+    class Counts(CHAIN.model):
+        def get_extra_state(self):
+            return {"steps": 3}
+
+        def set_extra_state(self, state):
+            self.steps = state["steps"]
+
+    _, pipe = both(tmp_path, CHAIN)
+    model = Counts().double()
+    pipe.load_state_dict(model.state_dict())
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    assert copy.deepcopy(pipe).state_dict()["_extra_state"] == {"steps": 3}
+    model.load_state_dict(pipe.state_dict())
+    assert model.steps == 3
+    pipe.load_state_dict(pipe.state_dict())
+    assert same(pipe(*CHAIN.inputs()), model(*CHAIN.inputs()))
+
+
 def test_assigned_weights_are_shared_with_the_stages(tmp_path):
     model, pipe = both(tmp_path, TIED)
     weights = {name: tensor * 2 for name, tensor in model.state_dict().items()}
