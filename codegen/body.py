@@ -168,15 +168,15 @@ class Body:
         results = items or [node]
         variables = [self.names[item.name] if item else "_" for item in results]
         arguments = []
-        first, begun = [], []
+        carried, begun = [], []
         for given, result in zip(node.args, loop.carried, strict=True):
             text = Writer(self._value, self._path).argument(given)
             if result is not None and variables[result] != text:
-                first.append(variables[result])
+                carried.append(variables[result])
                 begun.append(text)
             arguments.append(text if result is None else variables[result])
-        if first:
-            yield Line(f"{self._indent}{', '.join(first)} = {', '.join(begun)}")
+        if carried:
+            yield Line(f"{self._indent}{', '.join(carried)} = {', '.join(begun)}")
         container = self._path(str(node.target))
         kind = self.containers[str(node.target)]
         variable = self._loop_variable(str(node.target), loop)
@@ -194,7 +194,8 @@ class Body:
             over = f"{container}[{loop.numbers[0]}:{loop.numbers[-1] + 1}]"
             yield Line(f"{self._indent}for {variable} in {over}:")
         else:
-            span = f"{loop.numbers[0]}, {loop.numbers[-1] + 1}"
+            first = f"{loop.numbers[0]}, " * (loop.numbers[0] != 0)
+            span = f"{first}{loop.numbers[-1] + 1}"
             yield Line(f"{self._indent}for i in range({span}):")
             call = call.replace(f" {variable}(", f" {container}[str(i)](", 1)
         yield Line(f"{self._indent}    {call}", self._common_spec(results))

@@ -65,7 +65,7 @@ def class_text(
         *Body(scope, names, made.containers, comments).lines(),
     ]
     results = [f"{names[value]}{_CONDITION[scope.modes.get(value)]}" for value in scope.outputs]
-    body = _returning(body, ", ".join(_starred(results)) or "()")
+    body = _returning(body, ", ".join(_starred(results, _lengths(scope, names))) or "()")
     text = [part for line in body for part in str(line).split("\n")]
     while text and not text[0]:  # between groups stands a blank line, before the first none
         text = text[1:]
@@ -133,12 +133,24 @@ def _returning(body: Sequence[Line], result: str) -> list[Line]:
     return [*body, Line(f"return {result}")]
 
 
-def _starred(results: Sequence[str]) -> Iterator[str]:
-    """Results, those that are a whole list as one: `*all_keys`."""
+def _lengths(scope: Scope, names: Mapping[str, str]) -> dict[str, int]:
+    """How long the lists are that loops collect."""
+    loops = [(node, node.meta[LOOP]) for node in scope.nodes if LOOP in node.meta]
+    return {
+        names[f"{node.name}.{result}"]: len(loop.numbers)
+        for node, loop in loops
+        for result in loop.collected
+    }
+
+
+def _starred(results: Sequence[str], lengths: Mapping[str, int]) -> Iterator[str]:
+    """Results, those that are a list from its beginning as one: `*all_keys`, `*all_x[:3]`."""
     for name, run in groupby(results, key=lambda text: text.partition("[")[0]):
         items = list(run)
-        whole = items == [f"{name}[{k}]" for k in range(len(items))]
-        yield from [f"*{name}"] if whole and len(items) > 1 else items
+        if len(items) < 2 or items != [f"{name}[{k}]" for k in range(len(items))]:
+            yield from items
+        else:
+            yield f"*{name}" if len(items) == lengths[name] else f"*{name}[:{len(items)}]"
 
 
 def _result(scope: Scope) -> str:

@@ -97,5 +97,6 @@ def _alike(text: str, code: Sequence[str]) -> bool:
     assigned = assigned_word(text) if text.endswith("(") else None
     if assigned is not None and re.match(rf"\s*{assigned}(_\d+)? = ", code[-1]):
         return True
-    ours, theirs = ("".join("".join(lines).split()) for lines in (code, [text]))
-    return SequenceMatcher(None, ours, theirs, autojunk=False).ratio() > 0.5
+    theirs = "".join(text.split())
+    ours = ("".join("".join(lines).split()) for lines in (code, *([line] for line in code)))
+    return any(SequenceMatcher(None, one, theirs, autojunk=False).ratio() > 0.5 for one in ours)

@@ -136,7 +136,21 @@ def _text(expression: sympy.Expr, names: Names) -> str | None:
             for symbol in expression.free_symbols
         }
     )
-    return ast.unparse(ast.parse(PythonPrinter().doprint(renamed), mode="eval"))
+    return ast.unparse(_Ordered().visit(ast.parse(PythonPrinter().doprint(renamed), mode="eval")))
+
+
+class _Ordered(ast.NodeTransformer):
+    """Numbers stand behind what they are added to: `(height - 1) // 2 + 1`."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.BinOp:
+        """`a + b` in the order of a person."""
+        self.generic_visit(node)
+        match node:
+            case ast.BinOp(ast.Constant(), ast.Add(), right) if not isinstance(right, ast.Constant):
+                return ast.BinOp(right, ast.Add(), node.left)
+            case ast.BinOp(ast.UnaryOp(ast.USub(), ast.Constant() as number), ast.Add(), right):
+                return ast.BinOp(right, ast.Sub(), number)
+        return node
 
 
 def _comparisons(given: Sequence[Tensor], names: Names) -> Iterator[tuple[str, bool]]:

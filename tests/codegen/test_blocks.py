@@ -1,25 +1,335 @@
-"""Repeated modules: their classes compute what each of the modules does."""
+"""Repeated modules are classes, written once, and compute what the model does."""
 
+import re
+
+import pytest
 import torch
-from flat import compile_flat
+from flat import verified
 from torch import nn
+from torch.nn import functional as F
 
 import fxpipe
 
 
-def test_a_variable_may_be_called_as_the_parameter_it_is_made_from(tmp_path):
-    class Turned(nn.Module):
+class Layer(nn.Module):
+    """Two linear layers around an activation, dropout between, a residual."""
+
+    def __init__(self, inner=8, dropout=0.1):
+        super().__init__()
+        self.up = nn.Linear(6, inner)
+        self.dropout = nn.Dropout(dropout)
+        self.down = nn.Linear(inner, 6)
+
+    def forward(self, x):
+        y = self.dropout(F.relu(self.up(x)))
+        return x + self.down(y)
+
+
+class Layers(nn.Module):
+    """So many layers, between two others."""
+
+    def __init__(self, layers=4):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def rows(batch):
+    return {"x": torch.randn(batch, 6)}
+
+
+def images(batch):
+    return {"x": torch.randn(batch, 4, 12, 12)}
+
+
+def classes(package):
+    """The code of each class in blocks.py."""
+    _, *found = re.split(r"^class (\w+)", package.files.get("blocks.py", ""), flags=re.MULTILINE)
+    return dict(zip(found[::2], found[1::2], strict=True))
+
+
+def code(text):
+    """Lines of code without comments."""
+    lines = [line.split("  # ")[0].rstrip() for line in text.splitlines()]
+    return [line.strip() for line in lines if line.strip() and line.strip()[0] != "#"]
+
+
+def test_one_class_serves_all_stages(tmp_path):
+    package = verified(Layers, rows, tmp_path)
+    assert list(classes(package)) == ["Layer"]
+    for j, place in enumerate(("for layer in self.layers:", "for layer in self.layers.values():")):
+        stage = code(package.files[f"stage_{j}.py"])
+        assert {"from .blocks import Layer", place, "x = layer(x)"} <= set(stage)
+
+
+def test_the_code_does_not_grow_with_the_number_of_layers(tmp_path):
+    def sizes(layers, folder):
+        package = verified(lambda: Layers(layers), rows, folder)
+        files = {name: text for name, text in package.files.items() if name.endswith(".py")}
+        return {name: len(text.splitlines()) for name, text in files.items()}
+
+    assert sizes(4, tmp_path / "4") == sizes(12, tmp_path / "12")
+
+
+def test_what_is_equal_in_all_is_written_in_the_class_and_what_differs_is_an_argument(tmp_path):
+    class Widths(Layers):
         def __init__(self):
             super().__init__()
-            self.weight = nn.Parameter(torch.randn(6, 6))
+            self.layers = nn.ModuleList(Layer(inner) for inner in (8, 10, 12, 14))
+
+    package = verified(Widths, rows, tmp_path)
+    (layer,) = classes(package).values()
+    assert "def __init__(self, out_features: int) -> None:" in layer
+    assert "self.up = nn.Linear(6, out_features)" in layer
+    assert "self.down = nn.Linear(out_features, 6)" in layer
+    assert "for out_features in (8, 10)" in package.files["stage_0.py"]
+
+
+def test_arguments_are_called_as_the_users_class_calls_them(tmp_path):
+    class Window(nn.Module):
+        def __init__(self, window):
+            super().__init__()
+            self.window = window
+            self.mix = nn.Linear(6, 6)
 
         def forward(self, x):
-            weight = self.weight.transpose(0, 1)
-            return x @ weight + weight.sum()
+            return x + self.mix(x.roll(self.window, 1))
 
-    model, x = nn.Sequential(Turned(), Turned()), torch.randn(4, 6)
-    package = compile_flat(model, (x,), devices="cpu*1", microbatches=2)
-    assert "weight = self.weight.transpose(0, 1)" in package.files["blocks.py"]
-    pipe = fxpipe.load(package.write(tmp_path / "out"))
-    pipe.load_state_dict(model.state_dict())
-    torch.testing.assert_close(pipe(x), model(x))
+    class Windows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*(Window(k) for k in (1, 2, 3, 4)))
+
+        def forward(self, x):
+            return self.layers(x)
+
+    package = verified(Windows, rows, tmp_path)
+    (window,) = classes(package).values()
+    assert "x.roll(self.window, 1)" in window
+    assert "Window(window=window)" in package.files["stage_1.py"]
+
+
+def test_a_variant_is_called_by_what_only_it_has(tmp_path):
+    class Residual(nn.Module):
+        def __init__(self, downsample):
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3, padding=1)
+            self.downsample = nn.Conv2d(4, 4, 1) if downsample else None
+
+        def forward(self, x):
+            y = F.relu(self.conv(x))
+            return y + (x if self.downsample is None else self.downsample(x))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*(Residual(k % 2 == 1) for k in range(4)))
+
+        def forward(self, x):
+            return self.layers(x).mean((2, 3))
+
+    package = verified(Net, images, tmp_path, devices="cpu*1")
+    assert list(classes(package)) == ["Residual", "ResidualWithDownsample"]
+
+
+def test_results_of_every_layer_are_collected_in_a_list(tmp_path):
+    class States(Layers):
+        def forward(self, x):
+            states = []
+            for layer in self.layers:
+                x = layer(x)
+                states.append(x)
+            return self.last(x), states
+
+    package = verified(States, rows, tmp_path, devices="cpu*1")
+    lines = code(package.files["stage_0.py"])
+    start = lines.index("for layer in self.layers:")
+    assert lines[start - 1].endswith(" = []")
+    assert lines[start + 1] == "x = layer(x)"
+    assert lines[start + 2].endswith(".append(x)")
+
+
+def test_lists_that_grow_are_lists_that_grow(tmp_path):
+    class Dense(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.mix = nn.Linear(width, 2)
+
+        def forward(self, features):
+            return torch.tanh(self.mix(torch.cat(features, 1)))
+
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Dense(6 + 2 * k) for k in range(5))
+
+        def forward(self, x):
+            features = [x]
+            for layer in self.layers:
+                features.append(layer(features))
+            return torch.cat(features, 1)
+
+    package = verified(Growing, rows, tmp_path, devices="cpu*1")
+    lines = code(package.files["stage_0.py"])
+    start = lines.index("features = [x]")
+    assert lines[start + 1] == "features.append(self.layers[0](features))"
+    assert "def forward(self, features: list[Tensor]) -> Tensor:" in package.files["blocks.py"]
+
+
+def test_a_layer_that_a_cut_divides_is_written_out(tmp_path):
+    package = verified(lambda: Layers(3), rows, tmp_path)
+    assert list(classes(package)) == ["Layer"]
+    written = [name for name, text in package.files.items() if ".up(" in text]
+    assert sorted(written) == ["blocks.py", "stage_0.py"]
+
+
+def test_a_module_that_is_called_twice_is_one_module(tmp_path):
+    class Twice(Layers):
+        def forward(self, x):
+            layer = self.layers[0]
+            return self.last(layer(layer(self.first(x))))
+
+    package = verified(Twice, rows, tmp_path, devices="cpu*1")
+    assert code(package.files["stage_0.py"]).count("self.layers = nn.ModuleList([Layer()])") == 1
+    assert package.files["stage_0.py"].count("Layer()") == 1
+
+
+def test_frozen_parameters_stay_frozen(tmp_path):
+    class Frozen(Layers):
+        def __init__(self):
+            super().__init__()
+            for layer in self.layers:
+                layer.up.weight.requires_grad_(False)
+
+    package = verified(Frozen, rows, tmp_path)
+    assert "self.up.weight.requires_grad_(False)" in package.files["blocks.py"]
+    pipe = fxpipe.load(tmp_path / "out")
+    trained = {name: p.requires_grad for name, p in pipe.named_parameters()}
+    assert [name for name in trained if not trained[name]] == [
+        f"layers.{k}.up.weight" for k in range(4)
+    ]
+
+
+def test_tied_layers_are_tied_where_they_are_used(tmp_path):
+    class Tied(Layers):
+        def __init__(self):
+            super().__init__()
+            self.layers[3].up.weight = self.layers[0].up.weight
+
+    package = verified(Tied, rows, tmp_path, devices="cpu*1")
+    assert "= self.layers[0].up.weight  # tied" in package.files["stage_0.py"]
+    verified(Tied, rows, tmp_path / "two")
+
+
+def test_what_one_mode_runs_stands_below_an_if(tmp_path):
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+
+        def forward(self, x):
+            x = self.mix(x)
+            if self.training:
+                x = x * 2 - 1
+            return x.relu()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Noisy() for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    package = verified(Net, rows, tmp_path)
+    (noisy,) = classes(package).values()
+    assert "if self.training:" in code(noisy)
+
+
+def test_several_results_and_values_from_outside(tmp_path):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+
+        def forward(self, left, right, *, shift):
+            left, right = self.mix(left) + shift, right - left
+            return left, right
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Pair() for _ in range(4))
+
+        def forward(self, x):
+            left, right = x, 2 * x
+            shift = x.mean(1, keepdim=True)
+            for layer in self.layers:
+                left, right = layer(left, right, shift=shift)
+            return left + right
+
+    package = verified(Net, rows, tmp_path)
+    (pair,) = classes(package).values()
+    assert "self, left: Tensor, right: Tensor, shift: Tensor" in pair
+    assert "left, right = layer(left, right, shift)" in code(package.files["stage_0.py"])
+
+
+def test_a_class_reads_sizes_off_what_it_is_given(tmp_path):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(4, 4)
+
+        def forward(self, x):
+            batch, channels, height, width = x.shape
+            y = x.flatten(2).transpose(1, 2)
+            y = self.mix(y).view(batch, height, width, channels)
+            return x + y.permute(0, 3, 1, 2)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+            self.halve = nn.ModuleList(nn.Conv2d(4, 4, 3, 2, 1) for _ in range(3))
+
+        def forward(self, x):
+            for block, halve in zip(self.blocks, self.halve, strict=True):
+                x = halve(block(x))
+            return x.mean((2, 3))
+
+    package = verified(Net, images, tmp_path, devices="cpu*1")
+    (block,) = classes(package).values()
+    assert "batch, _, height, width = x.shape" in code(block)
+    assert ".view(batch, height, width, 4)" in block
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_numbers_of_one_module_that_differ_from_call_to_call_are_no_settings(tmp_path, number):
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+
+        def forward(self, x, times):
+            return self.mix(x) * times
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Counted() for _ in range(2))
+
+        def forward(self, x):
+            for k in range(number):
+                x = self.layers[0](x, k + 2)
+            return self.layers[1](x, 5)
+
+    verified(Net, rows, tmp_path)
