@@ -49,6 +49,12 @@ def call(target, *args, **kwargs):
         (call(torch._weight_norm, x, y, 0), "torch._weight_norm(x, y, 0)"),
         (call(torch.ops.aten.relu.default, x), "torch.ops.aten.relu.default(x)"),
         (graph.call_method("view", (x, -1, 4)), "x.view(-1, 4)"),
+        (graph.call_method("view", (x, (-1, 4))), "x.view(-1, 4)"),
+        (graph.call_method("sum", (x,), {"dim": 1, "keepdim": False}), "x.sum(dim=1)"),
+        (
+            call(F.scaled_dot_product_attention, x, x, y, attn_mask=None, is_causal=False),
+            "F.scaled_dot_product_attention(x, x, y)",
+        ),
         (graph.call_method("to", (x,), {"dtype": torch.float16}), "x.to(dtype=torch.float16)"),
         (graph.call_module("a.b", (x,)), "self.a.b(x)"),
     ],
