@@ -3,6 +3,7 @@
 import models
 import pytest
 import torch
+from flat import verified
 from torch import nn
 from torch.nn import functional as F
 
@@ -85,6 +86,28 @@ def test_limits_of_the_models_dtype_stay_open():
     captured = capture(Masks(), (torch.randn(4, 3),), {})
     assert "torch.finfo(dtype).min" in captured.literals.values()
     assert captured.checked == "train and eval"
+
+
+class OwnModes(models.Norms):
+    """The batch norm stays in eval mode, the dropout in train mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.bn.eval()
+        self.dropout.train()
+        return self
+
+    def forward(self, x):
+        return self.dropout(super().forward(x))
+
+
+def test_a_module_that_keeps_its_mode_keeps_it_in_the_package(tmp_path):
+    package = verified(OwnModes, lambda rows: {"x": torch.randn(rows, 3, 4, 4)}, tmp_path)
+    assert not any(stage.mutated_buffers for stage in package.manifest.stages)
 
 
 def test_ops_that_one_mode_alone_runs_are_marked_with_it():

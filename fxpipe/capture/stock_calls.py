@@ -16,13 +16,15 @@ def call_stock_modules(graph: fx.Graph, model: nn.Module) -> dict[str, nn.Module
     called: dict[str, nn.Module] = {}
     constructors: dict[str, str | None] = {}
     modules = dict(model.named_modules(remove_duplicate=False))  # by name, not as attributes
+    fixed = _with_own_mode(model)
     ops = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
     for _, run in groupby(ops, key=lambda node: (node.meta["module"], node.meta["call"])):
         group = list(run)
         path = group[0].meta["module"]
         module = modules[path]
         if path not in constructors:
-            constructors[path] = constructor(module) if forward_takes_one(module) else None
+            callable_so = forward_takes_one(module) and module not in fixed
+            constructors[path] = constructor(module) if callable_so else None
         ends = _ends(group, path)
         if constructors[path] is not None and path and ends is not None:
             given, result = ends
@@ -38,6 +40,18 @@ def call_stock_modules(graph: fx.Graph, model: nn.Module) -> dict[str, nn.Module
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
     return called
+
+
+def _with_own_mode(model: nn.Module) -> set[nn.Module]:
+    """Modules that stay in train or eval mode whatever `model` is in, as frozen batch norms do."""
+    before = [(module, module.training) for module in model.modules()]
+    found: set[nn.Module] = set()
+    for mode in (True, False):
+        model.train(mode)
+        found.update(module for module in model.modules() if module.training != model.training)
+    for module, mode in before:
+        module.training = mode
+    return found
 
 
 def _ends(group: Sequence[fx.Node], path: str) -> tuple[fx.Node, fx.Node] | None:
