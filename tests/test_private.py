@@ -46,6 +46,8 @@ PRIVATE = {
     "torch._dynamo.exc.TensorifyScalarRestartAnalysis": "capture/frame.py",
     "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx": "capture/frame.py",
     "torch._dynamo.symbolic_convert.SpeculationLog.clear": "capture/frame.py",
+    "torch.Tensor._backward_hooks": "capture/refuse.py",
+    "torch.Tensor._post_accumulate_grad_hooks": "capture/refuse.py",
     "torch.autograd.graph.get_gradient_edge": "runtime/step.py",
 }
 

@@ -28,6 +28,12 @@ from fxpipe.capture.graph import own_graph
 from fxpipe.capture.inputs import Form, batch_of, bind, copies, flat_inputs, input_names, with_rows
 from fxpipe.capture.modes import depends_on_mode, merge_modes
 from fxpipe.capture.names import ModelNames, all_tensors, model_names
+from fxpipe.capture.refuse import (
+    refuse_hooks,
+    refuse_lazy,
+    refuse_new_buffers,
+    refuse_shared_memory,
+)
 from fxpipe.capture.region import Region
 from fxpipe.capture.simplify import simplify
 from fxpipe.capture.sizes import Sizes, describe_sizes, elsewhere, resized, together
@@ -55,6 +61,9 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     compared. Raises InputError if forward does not take the inputs, CaptureError if it can't be
     captured.
     """
+    refuse_lazy(model)
+    if not isinstance(model, Region):  # whose parameters stay the program's own
+        refuse_hooks(model)
     memoryless = lacks_memory(model)
     form, given = bind(model, args, kwargs)
     input_structure, tensors = describe(given)
@@ -74,6 +83,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             outputs, replaced = _first_calls(
                 model, form, lambda: rebuild(input_structure, another())
             )
+            refuse_new_buffers(names.saved, model)
             changing = changed(before, attribute_marks(model))
         flat = FlatModel(model, form, input_structure, outputs, replaced)
         inputs = input_names(input_structure)
@@ -87,6 +97,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     move_writes(graph, found, names.aliases)
     ops = {node.name: found[node.name] for node in graph.nodes if node.name in found}
     _drop_dead(graph, ops)
+    refuse_shared_memory(model, _read(graph, traced.modules), names.state, ops)
     tree = dict(model.named_modules(remove_duplicate=False))
     ops = name_values(graph, ops, tree, outputs)
     literals, specs = _describe_values(graph)
@@ -236,6 +247,15 @@ def _call(model: nn.Module, form: Form, given: dict[str, Any]) -> Any:
             f"{type(model).__name__}.forward fails on these inputs {user_place(error)}\n"
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _read(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Names of the model's own tensors that ops read."""
+    read = dict.fromkeys(str(node.target) for node in graph.find_nodes(op="get_attr"))
+    for node in graph.find_nodes(op="call_module"):
+        own = modules[str(node.target)].state_dict()
+        read.update(dict.fromkeys(f"{node.target}.{name}" for name in own))
+    return list(read)
 
 
 def _drop_dead(graph: fx.Graph, ops: Mapping[str, Op]) -> None:

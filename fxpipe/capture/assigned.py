@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from fxpipe.capture.names import all_tensors
+from fxpipe.capture.names import all_tensors, derived
 from fxpipe.capture.simplify import named_by_user
 from fxpipe.errors import CaptureError
 from fxpipe.interpret import by_mode
@@ -28,7 +28,8 @@ def assigned(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     for name in found:
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, state[name])
-    return found
+    made = derived(model, state)
+    return [name for name in found if name not in made]
 
 
 def attribute_marks(model: nn.Module) -> dict[str, object]:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from fxpipe.capture.check import Checked
 from fxpipe.capture.dynamo import FlatModel
 from fxpipe.capture.observe import Observer, merge_ops
+from fxpipe.capture.refuse import refuse_writes
 from fxpipe.errors import InputError
 from fxpipe.interpret import DTYPE, TRAINING, model_dtype, run_graph
 from fxpipe.memory import Faked, faked, storage_of
@@ -35,7 +36,9 @@ class CallCheck:
     outputs: Structure
 
     def run(self) -> Checked:
-        """Both modes. Raises InputError if the model by itself fails in train mode."""
+        """Both modes. Raises InputError if the model by itself fails in train mode, and
+        CaptureError if forward writes a parameter.
+        """
         modes = [(module, module.training) for module in self.flat.modules()]
         try:
             with faked(self.flat) as fake:
@@ -45,6 +48,7 @@ class CallCheck:
                     raise InputError(
                         f"the model by itself can't be run on these inputs: {error}"
                     ) from error
+                refuse_writes(ops.ops, self.state)
                 try:
                     others, evaluates = self._compare(fake, training=False)
                 except (InputError, RuntimeError, ValueError):  # another output in eval mode

@@ -12,8 +12,9 @@ from torch import Tensor, fx, nn
 
 from fxpipe.capture.dynamo import FlatModel
 from fxpipe.capture.inputs import copies
-from fxpipe.capture.names import all_tensors
+from fxpipe.capture.names import all_tensors, derived
 from fxpipe.capture.observe import Observer, merge_ops
+from fxpipe.capture.refuse import refuse_writes
 from fxpipe.errors import CaptureError, FxpipeError, InputError
 from fxpipe.interpret import DTYPE, TRAINING, Hook, model_dtype, run_graph, untouched
 from fxpipe.ir import Op
@@ -58,8 +59,8 @@ class Check:
     changing: Sequence[str]
 
     def run(self) -> Checked:
-        """Both modes. Raises CaptureError if the two differ in train mode, and InputError if the
-        model by itself fails.
+        """Both modes. Raises CaptureError if the two differ in train mode or forward writes a
+        parameter, and InputError if the model by itself fails.
         """
         training = Observer(self.modules, self.state)
         try:
@@ -68,7 +69,9 @@ class Check:
             raise InputError(
                 f"the model by itself can't be trained on these inputs: {error}"
             ) from error
-        difference = compare(expected, self._captured(True, training))
+        found = self._captured(True, training)
+        refuse_writes(training.ops, self.state)
+        difference = compare(expected, found)
         if difference is not None:
             raise CaptureError(
                 f"the captured graph does not compute what the model does in train mode: "
@@ -143,7 +146,9 @@ def observe_run(run: Run, flat: FlatModel, state: Mapping[str, Tensor], training
         flat.train(training)
         torch.manual_seed(0)
         outputs = run()
-        present = {**state, **{k: v for k, v in all_tensors(flat.model) if k in state}}
+        made = derived(flat.model, state)
+        now = {k: v for k, v in all_tensors(flat.model) if k in state and k not in made}
+        present = {**state, **now}
         buffers = {
             name: tensor.detach().clone()
             for name, tensor in present.items()

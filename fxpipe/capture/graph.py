@@ -93,6 +93,11 @@ class _Builder:
         if not isinstance(value, Tensor):
             return value  # type: ignore[no-any-return]
         name = self.names.tensor(value, module)
+        if value.grad_fn is not None:
+            raise CaptureError(
+                f"{name or 'a tensor'!r} was computed of parameters before forward, and gradients "
+                "go through it: compute it in forward"
+            )
         if name is None:
             name = f"constant_{len(self.attributes)}"
             self.names.add_constant(name, value)
@@ -142,6 +147,16 @@ class _Builder:
         def new(old: fx.Node) -> Argument:
             return self.read(self.values[old], module)
 
+        if node.target is torch.Tensor.set_:
+            raise CaptureError(
+                f"forward assigns the `.data` of a tensor ({_where(node)}): write a buffer in "
+                "place, with copy_, or a parameter between steps, outside of forward"
+            )
+        if "register_hook" in str(node.target):
+            raise CaptureError(
+                f"forward registers a hook on a tensor ({_where(node)}), which a package can't "
+                "hold: where it changes gradients write a custom autograd.Function"
+            )
         args, kwargs = fx.map_arg(node.args, new), fx.map_arg(node.kwargs, new)
         target, name = node.target, node.name
         function = function_of(node)

@@ -1,9 +1,11 @@
 """The model's own names: of modules by identity, of parameters, buffers and tensor attributes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+
+from fxpipe.memory import storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,20 @@ def model_names(model: nn.Module) -> ModelNames:
     for name, tensor in state.items():
         tensors.setdefault(id(tensor), []).append(name)
     return ModelNames(modules, tensors, state, frozenset(saved))
+
+
+def derived(model: nn.Module, state: Mapping[str, Tensor]) -> set[str]:
+    """Names of tensors that are made of parameters, as old parametrizations keep them.
+
+    Each forward makes them anew before it reads them.
+    """
+    trained = {storage_of(parameter) for parameter in model.parameters()}
+    return {
+        name
+        for name, tensor in state.items()
+        if not isinstance(tensor, nn.Parameter)
+        and (tensor.grad_fn is not None or storage_of(tensor) in trained)
+    }
 
 
 def all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -80,6 +80,7 @@ class Observer:
         buffers = [tensor for tensor in given if storage_of(tensor) in self._buffers]
         if node.op == "call_module":
             buffers += self._modules[str(node.target)].buffers()
+            given = [*given, *self._modules[str(node.target)].parameters()]
         for tensor in buffers:
             if not is_fake(tensor):
                 yield self._owner[storage_of(tensor)], _content_changed(tensor)

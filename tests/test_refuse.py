@@ -1,0 +1,170 @@
+"""What a model does with its own tensors that a package could not do is refused, with a way out."""
+
+import models
+import pytest
+import torch
+from flat import verified
+from torch import nn
+from torch.nn import utils
+
+from fxpipe.capture import capture
+from fxpipe.errors import CaptureError, InputError
+
+
+class Base(models.Chain):
+    """`prepare` makes what is tested; forward is `step` and then a chain of layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.prepare()
+
+    def prepare(self):
+        pass
+
+    def step(self, x):
+        return self.layer(x)
+
+    def forward(self, x):
+        return self.layers(self.step(x))
+
+
+class ParameterHook(Base):
+    def prepare(self):
+        self.layer.weight.register_hook(lambda gradient: gradient * 2)
+
+
+class AccumulationHook(Base):
+    def prepare(self):
+        self.layer.bias.register_post_accumulate_grad_hook(print)
+
+
+class ModuleHook(Base):
+    def prepare(self):
+        self.layer.register_full_backward_hook(print)
+
+
+class TensorHook(Base):
+    def step(self, x):
+        y = self.layer(x)
+        y.register_hook(lambda gradient: gradient * 2)
+        return y.sin()
+
+
+class WritesParameter(Base):
+    def step(self, x):
+        with torch.no_grad():
+            self.layer.weight.mul_(0.5)
+        return self.layer(x)
+
+
+class Clamps(Base):
+    """Changes nothing the second time."""
+
+    def step(self, x):
+        self.layer.weight.data.clamp_(-0.1, 0.1)
+        return self.layer(x)
+
+
+class SetsData(Base):
+    def step(self, x):
+        self.layer.weight.data = self.layer.weight.data.clamp(-0.1, 0.1)
+        return self.layer(x)
+
+
+class Renormalizes(Base):
+    def prepare(self):
+        self.table = nn.Embedding(5, 6, max_norm=1.0)
+
+    def step(self, x):
+        return x + self.table(x.argmax(1) % 5)
+
+
+class NewBuffer(Base):
+    def step(self, x):
+        self.register_buffer("seen", x.detach().mean(0))
+        return self.layer(x) + self.seen
+
+
+class HalfOfAWeight(Base):
+    def prepare(self):
+        self.half = self.layer.weight.detach()[:3]
+
+    def step(self, x):
+        return self.layer(x) + (x @ self.half.t()).sum(1, keepdim=True)
+
+
+class Computed(Base):
+    def prepare(self):
+        self.scaled = self.layer.weight.exp()
+
+    def step(self, x):
+        return x @ self.scaled
+
+
+class TwoBuffers(Base):
+    def prepare(self):
+        self.register_buffer("all", torch.ones(12))
+        self.register_buffer("part", self.all[:6])
+
+    def step(self, x):
+        self.all.add_(1)
+        return self.layer(x) * self.part
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (ParameterHook, r"parameter 'layer.weight' has a hook.*pipe.get_parameter"),
+        (AccumulationHook, "parameter 'layer.bias' has a hook"),
+        (ModuleHook, "module 'layer' has a hook for its backward.*autograd.Function"),
+        (TensorHook, r"hook on a tensor \(test_refuse.py.*y.register_hook.*autograd.Function"),
+        (WritesParameter, r"writes the parameter 'layer.weight' at test_refuse.py.*mul_\(0.5\)"),
+        (Clamps, "writes the parameter 'layer.weight' at .*between steps, outside of forward"),
+        (SetsData, r"assigns the `.data` of a tensor \(test_refuse.py"),
+        (Renormalizes, "writes the parameter 'table.weight' at .*self.table"),
+        (NewBuffer, "registers 'seen'.*in the constructor"),
+        (HalfOfAWeight, "'half' shares memory with 'layer.weight', which changes"),
+        (Computed, "'scaled' was computed of parameters.*in forward"),
+        (TwoBuffers, "'all' shares memory with 'part', which changes"),
+    ],
+)
+def test_what_would_be_lost_is_refused(kind, says):
+    with pytest.raises(CaptureError, match=says):
+        capture(kind(), (torch.randn(4, 6),), {})
+
+
+def test_parameters_without_a_shape_are_told():
+    with pytest.raises(InputError, match=r"'0.weight' has no shape yet.*once on its inputs"):
+        capture(nn.Sequential(nn.LazyLinear(3)), (torch.randn(4, 6),), {})
+
+
+class Parts(Base):
+    """Two buffers beside each other in one memory, and a module under two names."""
+
+    def prepare(self):
+        first, second = torch.ones(12).chunk(2)
+        self.register_buffer("first", first)
+        self.register_buffer("second", second)
+        self.norm = self.again = nn.BatchNorm1d(6)
+
+    def step(self, x):
+        self.first.add_(1)
+        return self.again(self.norm(x) * self.second + self.first)
+
+
+class Old(Base):
+    """The parametrizations of old, which keep in an attribute what they compute of a parameter."""
+
+    def prepare(self):
+        self.weighted = utils.weight_norm(nn.Linear(6, 6))
+        self.spectral = utils.spectral_norm(nn.Linear(6, 6))
+
+    def step(self, x):
+        return self.spectral(self.weighted(x))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", [Parts, Old], ids=lambda kind: kind.__name__)
+def test_what_only_looks_alike_is_taken(kind, tmp_path):
+    verified(kind, lambda rows: {"x": torch.randn(rows, 6)}, tmp_path)
