@@ -2,7 +2,7 @@
 
 python benchmarks/coverage.py                 run the zoo, print each model's row
 python benchmarks/coverage.py --only NAME...  of these models alone
-python benchmarks/coverage.py --write         and keep it in benchmarks/COVERAGE.md
+python benchmarks/coverage.py --write         and keep each row in benchmarks/COVERAGE.md
 
 Each model of `zoo.py` is captured and compiled into 2 and 4 stages in a process of its own, and
 compared with the plain model in float64, in train and eval mode: outputs, gradients, buffers, at
@@ -19,6 +19,7 @@ import importlib.util
 import multiprocessing
 import os
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ from fxpipe.target import Target
 from fxpipe.verify import Verification, verify
 
 HERE = Path(__file__).parent
+TABLE = HERE / "COVERAGE.md"
 STAGES = (2, 4)
 BATCH, OTHER_BATCH, MICROBATCHES = 6, 7, 3
 LIMIT_SECONDS = 900
@@ -57,11 +59,16 @@ class Row:
     seconds: float = 0.0
     why: str = ""
 
-    @property
-    def passed(self) -> bool:
-        """Whether it is equal at every number of stages, in train and eval mode."""
-        all_equal = all(self.equal.get(n, False) for n in STAGES)
-        return all_equal and self.modes == "train and eval"
+    def cells(self) -> list[str]:
+        """The row in the table."""
+        if not self.installed:
+            return [self.name, self.library, "not installed", *[""] * (len(STAGES) + 3)]
+        captured = self.modes if self.captured else "no"
+        equal = [{True: "equal", False: "differs"}.get(self.equal.get(n), "") for n in STAGES]
+        why = re.sub(r"/\S*/site-packages/", "", self.why.replace("|", "/"))
+        why = " ".join(why.split())[:400]
+        measured = [str(self.ops or ""), f"{self.seconds:.0f}"]
+        return [self.name, self.library, captured, *equal, *measured, why]
 
 
 def try_model(entry: Entry, stages: tuple[int, ...] = STAGES) -> Row:
@@ -164,26 +171,21 @@ def _send_row(name: str, sender: Connection) -> None:
     sender.send(try_model(ZOO[name]))
 
 
-def table(rows: list[Row]) -> str:
-    heads = ["model", "library", "captured", *(f"{n} stages" for n in STAGES), "ops", "seconds"]
-    lines = ["| " + " | ".join([*heads, "what failed"]) + " |"]
-    lines.append("| --- | --- | --- |" + " --- |" * len(STAGES) + " ---: | ---: | --- |")
-    return "\n".join(lines + [f"| {' | '.join(cells(row))} |" for row in rows])
+def line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
-def cells(row: Row) -> list[str]:
-    if not row.installed:
-        return [row.name, row.library, "not installed", *[""] * (len(STAGES) + 3)]
-    captured = row.modes if row.captured else "no"
-    equal = [{True: "equal", False: "differs"}.get(row.equal.get(n), "") for n in STAGES]
-    why = " ".join(row.why.replace("|", "/").split())[:400]
-    seconds = f"{row.seconds:.0f}"
-    return [row.name, row.library, captured, *equal, str(row.ops or ""), seconds, why]
+def rows_kept() -> dict[str, list[str]]:
+    """The cells of each row in COVERAGE.md, by model."""
+    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
+    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if line[:1] == "|"]
+    return {cells[0]: cells for cells in rows if cells[0] in ZOO}
 
 
-def summary(rows: list[Row]) -> str:
-    ran = [row for row in rows if row.installed]
-    passed, captured = sum(row.passed for row in ran), sum(row.captured for row in ran)
+def summary(rows: list[list[str]]) -> str:
+    ran = [cells for cells in rows if cells[2] != "not installed"]
+    captured = sum(cells[2] != "no" for cells in ran)
+    passed = sum(set(cells[2 : 3 + len(STAGES)]) == {"train and eval", "equal"} for cells in ran)
     return (
         f"**{passed} of {len(ran)}** models are equal to the plain model at "
         f"{' and '.join(map(str, STAGES))} stages in train and eval mode; {captured} are captured."
@@ -200,7 +202,9 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def report(rows: list[Row]) -> str:
+def report(rows: list[list[str]]) -> str:
+    heads = ["model", "library", "captured", *(f"{n} stages" for n in STAGES), "ops", "seconds"]
+    rule = "| --- | --- | --- |" + " --- |" * len(STAGES) + " ---: | ---: | --- |"
     return (
         f"# Coverage\n\n{summary(rows)}\n\n"
         f"{datetime.date.today()}, {processor()}, {os.cpu_count()} cores, "
@@ -208,7 +212,8 @@ def report(rows: list[Row]) -> str:
         f"Traced with a batch of {BATCH} in {MICROBATCHES} micro-batches, compared with one of "
         f"{OTHER_BATCH}. Seconds are of one capture and profile, two plans and two "
         "comparisons.\nMade by `python benchmarks/coverage.py --write`.\n\n"
-        f"{table(rows)}\n"
+        + "\n".join([line([*heads, "what failed"]), rule, *map(line, rows)])
+        + "\n"
     )
 
 
@@ -216,16 +221,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=ZOO, metavar="NAME", default=list(ZOO))
     parser.add_argument("--jobs", type=int, default=1, help="how many models at a time")
-    parser.add_argument("--write", action="store_true", help="keep it in COVERAGE.md")
+    parser.add_argument("--write", action="store_true", help="keep each row in COVERAGE.md")
     options = parser.parse_args()
-    rows = []
+    rows: dict[str, list[str]] = {}
     for row in run(options.only, options.jobs):
-        print(f"| {' | '.join(cells(row))} |", flush=True)
-        rows.append(row)
-    rows.sort(key=lambda row: options.only.index(row.name))
-    print(summary(rows))
-    if options.write:
-        (HERE / "COVERAGE.md").write_text(report(rows))
+        rows[row.name] = row.cells()
+        print(line(rows[row.name]), flush=True)
+        if options.write:
+            kept = rows_kept() | rows
+            TABLE.write_text(report([kept[name] for name in ZOO if name in kept]))
+    print(summary(list(rows.values())))
 
 
 if __name__ == "__main__":
