@@ -92,13 +92,14 @@ def _compute(node: fx.Node, modules: Mapping[str, nn.Module]) -> Compute:
 
 @contextmanager
 def untouched(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put attributes, the values of buffers, train flags and random state back afterwards."""
+    """Put attributes, hooks, buffers, train flags and random state back afterwards."""
     kept = {
         name: tensor.detach().clone()
         for name, tensor in state.items()
         if not isinstance(tensor, nn.Parameter)
     }
-    spaces = [space for m in model.modules() for space in (vars(m), m._buffers)]
+    own = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
+    spaces = [space for m in model.modules() for space in (vars(m), *(vars(m)[k] for k in own))]
     attributes = [(space, dict(space)) for space in spaces]
     try:
         with torch.random.fork_rng():
