@@ -58,7 +58,7 @@ def compare(
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", torch.float64)
+    return tensor.detach().to_dense().to("cpu", torch.float64)
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:

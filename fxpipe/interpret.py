@@ -98,8 +98,9 @@ def untouched(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
         for name, tensor in state.items()
         if not isinstance(tensor, nn.Parameter)
     }
+    eager = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     own = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
-    spaces = [space for m in model.modules() for space in (vars(m), *(vars(m)[k] for k in own))]
+    spaces = [space for m in eager for space in (vars(m), *(vars(m)[k] for k in own))]
     attributes = [(space, dict(space)) for space in spaces]
     try:
         with torch.random.fork_rng():

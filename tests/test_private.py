@@ -16,6 +16,9 @@ PRIVATE = {
     "torch._dynamo.exc.TorchDynamoException": "capture/dynamo.py",
     "torch._dynamo.config.ignore_logging_functions": "capture/dynamo.py",
     "torch._dynamo.config.allow_rnn": "capture/dynamo.py",
+    "torch._C._functorch.get_dynamic_layer_stack_depth": "capture/dynamo.py",
+    "torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth": "capture/dynamo.py",
+    "torch.nn.modules.batchnorm._BatchNorm": "capture/dynamo.py",
     "torch.fx.experimental.symbolic_shapes.ConstraintViolationError": "capture/dynamo.py",
     "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode": "capture/dynamo.py",
     "torch.ops.higher_order.tag_activation_checkpoint": "capture/graph.py",
@@ -47,7 +50,7 @@ PRIVATE = {
     "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx": "capture/frame.py",
     "torch._dynamo.symbolic_convert.SpeculationLog.clear": "capture/frame.py",
     "torch.Tensor._backward_hooks": "capture/refuse.py",
-    "torch.Tensor._post_accumulate_grad_hooks": "capture/refuse.py",
+    "torch.Tensor._post_accumulate_grad_hooks": "capture/check.py, capture/refuse.py",
     "torch.autograd.graph.get_gradient_edge": "runtime/step.py",
 }
 

@@ -80,6 +80,16 @@ class Renormalizes(Base):
         return x + self.table(x.argmax(1) % 5)
 
 
+class Transforms(Base):
+    def step(self, x):
+        return self.layer(x) + torch.vmap(lambda row: row.sort().values)(x.detach())
+
+
+class Scripted(Base):
+    def prepare(self):
+        self.layer = torch.jit.script(nn.Linear(6, 6))
+
+
 class NewBuffer(Base):
     def step(self, x):
         self.register_buffer("seen", x.detach().mean(0))
@@ -112,6 +122,7 @@ class TwoBuffers(Base):
         return self.layer(x) * self.part
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
@@ -123,6 +134,8 @@ class TwoBuffers(Base):
         (Clamps, "writes the parameter 'layer.weight' at .*between steps, outside of forward"),
         (SetsData, r"assigns the `.data` of a tensor \(test_refuse.py"),
         (Renormalizes, "writes the parameter 'table.weight' at .*self.table"),
+        (Transforms, r"torch.vmap or torch.func \(test_refuse.py.*whole tensors"),
+        (Scripted, "line .*: return self.layer\\(x\\)[^$]*torch.jit.script"),
         (NewBuffer, "registers 'seen'.*in the constructor"),
         (HalfOfAWeight, "'half' shares memory with 'layer.weight', which changes"),
         (Computed, "'scaled' was computed of parameters.*in forward"),

@@ -4,8 +4,10 @@ Tracing can go wrong in silence (a buffer assigned anew, a mode baked in), so ev
 against the model at another batch size than the traced one, in train and eval mode.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -142,7 +144,7 @@ def _not_fixed(structure: Structure, found: Structure) -> str:
 
 def observe_run(run: Run, flat: FlatModel, state: Mapping[str, Tensor], training: bool) -> Result:
     """Outputs of `run`, gradients of a fixed function of them, and buffers afterwards."""
-    with untouched(flat, state):
+    with untouched(flat, state), _each_cast_anew():
         flat.train(training)
         torch.manual_seed(0)
         outputs = run()
@@ -161,17 +163,49 @@ def observe_run(run: Run, flat: FlatModel, state: Mapping[str, Tensor], training
 
 
 def _gradients(outputs: Sequence[Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    trained = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
+    """What `backward` leaves in the parameters: reentrant checkpoints know no `autograd.grad`."""
     made = [output for output in outputs if output.requires_grad]
-    if not trained or not made:
+    if not made:
         return {}
     generator = torch.Generator(made[0].device).manual_seed(0)
     weights = [
         torch.rand(output.shape, generator=generator, device=output.device, dtype=output.dtype)
         for output in made
     ]
-    found = torch.autograd.grad(made, list(trained.values()), weights, allow_unused=True)
-    return {name: grad for name, grad in zip(trained, found, strict=True) if grad is not None}
+    trained = {name: t for name, t in state.items() if t.requires_grad and t.is_leaf}
+    with _without_gradients(trained.values()):
+        torch.autograd.backward(made, weights)
+        found = {name: tensor.grad for name, tensor in trained.items()}
+    return {name: grad for name, grad in found.items() if grad is not None}
+
+
+@contextmanager
+def _each_cast_anew() -> Iterator[None]:
+    """Autocast keeps no weights it has cast: how long it would rounds sums of gradients."""
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with patch("torch.set_autocast_cache_enabled", lambda _: None):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
+
+
+@contextmanager
+def _without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Take gradients and what is called with them away for a while."""
+    kept = [(p, p.grad, dict(p._post_accumulate_grad_hooks or {})) for p in parameters]
+    for parameter, _, hooks in kept:
+        parameter.grad = None
+        if hooks:
+            parameter._post_accumulate_grad_hooks.clear()
+    try:
+        yield
+    finally:
+        for parameter, gradient, hooks in kept:
+            parameter.grad = gradient
+            if hooks:
+                parameter._post_accumulate_grad_hooks.update(hooks)
 
 
 def compare(expected: Result, found: Result) -> str | None:
@@ -200,6 +234,7 @@ def _eps(tensor: Tensor) -> float:
 
 
 def _size(tensor: Tensor) -> float:
+    tensor = tensor.to_dense() if tensor.is_sparse else tensor
     return float(tensor.detach().double().abs().max()) if tensor.numel() else 0.0
 
 

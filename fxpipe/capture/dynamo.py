@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     ShapeEnv,
 )
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from fxpipe.capture.inputs import Form
@@ -126,15 +127,16 @@ def dynamo_graph(
             quiet(),
             torch._dynamo.config.patch(_SETTINGS),
             patch("torch._dynamo.guards.build_guard_function", _no_guard),
+            _average_by_a_number(model),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # what tracing got wrong, the numeric check finds
             symbols = _distinct_symbols() if free else nullcontext()
-            with _functions_as_ops(), symbols:
+            with _functions_as_ops(), _transforms_undone(), symbols:
                 module = _dynamo_graph_capture_for_export(OneBatch())(*tensors)
     except ConstraintViolationError as error:
         raise CaptureError(_frozen_batch(str(error), len(rows[0]))) from error
-    except (TorchDynamoException, GuardOnDataDependentSymNode) as error:
+    except (TorchDynamoException, GuardOnDataDependentSymNode, RuntimeError) as error:
         raise CaptureError(_unsupported(error)) from error
     return module.graph
 
@@ -185,6 +187,36 @@ def _nesting(expression: Any) -> int:
     """How deep divisions and remainders stand in each other."""
     inside = max(map(_nesting, expression.args), default=0)
     return inside + isinstance(expression, FloorDiv | Mod | PythonMod)
+
+
+@contextmanager
+def _transforms_undone() -> Iterator[None]:
+    """Leave no `torch.func` transform open where tracing fails within one.
+
+    Private to torch: tests/test_private.py.
+    """
+    functorch = torch._C._functorch
+    depth = functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
+@contextmanager
+def _average_by_a_number(model: nn.Module) -> Iterator[None]:
+    """Batch norms that average over all batches, for which tracing would ask how many there were.
+
+    Each becomes a call of the module again, or else the numeric check tells.
+    """
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.momentum is None]
+    for norm in norms:
+        norm.momentum = 0.5
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.momentum = None
 
 
 @contextmanager

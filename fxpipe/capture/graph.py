@@ -147,16 +147,7 @@ class _Builder:
         def new(old: fx.Node) -> Argument:
             return self.read(self.values[old], module)
 
-        if node.target is torch.Tensor.set_:
-            raise CaptureError(
-                f"forward assigns the `.data` of a tensor ({_where(node)}): write a buffer in "
-                "place, with copy_, or a parameter between steps, outside of forward"
-            )
-        if "register_hook" in str(node.target):
-            raise CaptureError(
-                f"forward registers a hook on a tensor ({_where(node)}), which a package can't "
-                "hold: where it changes gradients write a custom autograd.Function"
-            )
+        _refuse(node)
         args, kwargs = fx.map_arg(node.args, new), fx.map_arg(node.kwargs, new)
         target, name = node.target, node.name
         function = function_of(node)
@@ -192,6 +183,25 @@ class _Builder:
         placeholders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
         self.values.update(zip(placeholders, arguments, strict=True))
         return self.copy(body.graph)
+
+
+def _refuse(node: fx.Node) -> None:
+    """Raise CaptureError for an op that only Dynamo can run."""
+    if node.target is torch.Tensor.set_:
+        raise CaptureError(
+            f"forward assigns the `.data` of a tensor ({_where(node)}): write a buffer in place, "
+            "with copy_, or a parameter between steps, outside of forward"
+        )
+    if "register_hook" in str(node.target):
+        raise CaptureError(
+            f"forward registers a hook on a tensor ({_where(node)}), which a package can't hold: "
+            "where it changes gradients write a custom autograd.Function"
+        )
+    if str(getattr(node.target, "__name__", "")).endswith("_increment_nesting"):
+        raise CaptureError(
+            f"forward transforms a function by torch.vmap or torch.func ({_where(node)}), of which "
+            "no stage can be made: write what it does with ops on whole tensors"
+        )
 
 
 def _public(operator: torch._ops.OpOverloadPacket, node: fx.Node) -> Target:

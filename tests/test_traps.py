@@ -1,0 +1,110 @@
+"""What capture could get wrong in silence, and a package computes as the model does."""
+
+import models
+import pytest
+import torch
+from flat import verified
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fxpipe.capture import capture
+from fxpipe.errors import CaptureError
+
+
+class Base(models.Chain):
+    """What is tested is `step`, behind two layers and before two more."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = self.make()
+
+    def make(self):
+        return nn.Linear(6, 6)
+
+    def block(self, x):
+        return F.dropout(self.extra(x).relu(), 0.5, self.training)
+
+    def forward(self, x):
+        return self.layers[2:](self.step(self.layers[:2](x)))
+
+
+class Reentrant(Base):
+    def step(self, x):
+        return checkpoint(self.block, x, use_reentrant=True)
+
+
+class Nested(Base):
+    def step(self, x):
+        def inner(y):
+            return checkpoint(self.block, y, use_reentrant=False) * 2
+
+        return checkpoint(inner, x, use_reentrant=False)
+
+
+class Averages(Base):
+    """Over all batches: by how many there were."""
+
+    def make(self):
+        return nn.BatchNorm1d(6, momentum=None)
+
+    def step(self, x):
+        return self.extra(self.extra(x))
+
+
+class Sparse(Base):
+    def make(self):
+        return nn.Embedding(6, 6, sparse=True)
+
+    def step(self, x):
+        return x + self.extra(x.argmax(1))
+
+
+class Autocast(Base):
+    """A weight that is cast, used twice, with a part in full precision between."""
+
+    def step(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.extra(x)
+            with torch.autocast("cpu", enabled=False):
+                y = self.extra(y.to(x.dtype))
+            y = self.extra(y)
+        return y.to(x.dtype)
+
+
+class StraightThrough(Base):
+    def step(self, x):
+        y = self.extra(x)
+        with torch.no_grad():
+            gate = self.extra(y).sigmoid()
+        return gate * y + (y.round() - y).detach()
+
+
+# Of a reentrant checkpoint in eval mode.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+KINDS = [Reentrant, Nested, Averages, Sparse, Autocast, StraightThrough]
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_it_is_as_in_the_model(kind, mode, tmp_path):
+    verified(kind, lambda rows: {"x": torch.randn(rows, 6)}, tmp_path, checkpoint=mode)
+
+
+def test_a_checkpoint_that_loses_gradients_is_told():
+    class First(Base):
+        def forward(self, x):
+            return self.layers(checkpoint(self.block, x, use_reentrant=True))
+
+    with pytest.raises(CaptureError, match=r"gradients of \['extra.bias', 'extra.weight'\] on one"):
+        capture(First(), (torch.randn(4, 6),), {})
+
+
+def test_the_check_of_gradients_leaves_those_that_are_there():
+    model = models.Chain()
+    gradients = [torch.ones_like(parameter) for parameter in model.parameters()]
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    capture(model, (torch.randn(4, 6),), {})
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
