@@ -726,7 +726,7 @@ _ENTRIES = [
         **TWO_SIDED,
     ),
     # transformers: speech
-    transformers("Wav2Vec2ForCTC", sound, **SPEECH),
+    transformers("Wav2Vec2ForCTC", sound, apply_spec_augment=False, **SPEECH),
     transformers("Wav2Vec2ForSequenceClassification", sound_and_label, **SPEECH),
     transformers("HubertForCTC", labelled_sound, **SPEECH),
     # transformers: vision

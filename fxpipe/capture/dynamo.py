@@ -28,6 +28,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from fxpipe.capture.inputs import Form
 from fxpipe.capture.region import Region
+from fxpipe.capture.rules import more_rules
 from fxpipe.errors import CaptureError
 from fxpipe.runtime.leaves import in_mode
 from fxpipe.runtime.structure import Structure, assemble, imported, tensors_at
@@ -132,7 +133,7 @@ def dynamo_graph(
         ):
             warnings.simplefilter("ignore")  # what tracing got wrong, the numeric check finds
             symbols = _distinct_symbols() if free else nullcontext()
-            with _functions_as_ops(), _transforms_undone(), symbols:
+            with _functions_as_ops(), _transforms_undone(), more_rules(), symbols:
                 module = _dynamo_graph_capture_for_export(OneBatch())(*tensors)
     except ConstraintViolationError as error:
         raise CaptureError(_frozen_batch(str(error), len(rows[0]))) from error
