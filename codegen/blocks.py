@@ -34,7 +34,7 @@ from fxpipe.interpret import MODE
 from fxpipe.ir import Capture, Wiring
 from fxpipe.local_sizes import local_sizes
 from fxpipe.regions import REGION
-from fxpipe.source import calling_line, line_within
+from fxpipe.source import calling_line
 
 _MOST_SETTINGS = 8
 _RESERVED = {*keyword.kwlist, "Tensor", "OrderedDict", "F", "nn", "torch"}
@@ -314,7 +314,8 @@ class _Rolling:
         first = call.nodes()[0]
         tree = self.capture.tree
         outer = call.stack[-2][0] if len(call.stack) > 1 else ""
-        line = line_within(first, tree[outer]) or calling_line(first, tree[call.path])
+        stack = first.meta.get("stack", ())[len(call.stack) - 1 :] or call.stack[-1:]
+        line = calling_line(first, tree[outer], [tree[path] for path, _ in stack])
         meta: dict[str, Any] = {"module": call.path, "stack": call.stack, "source": line}
         frames = first.meta.get("frames", ())
         meta["frames"] = frames[: frames.index(line) + 1] if line in frames else ()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxpipe.codegen.comments import WIDTH, Comments, Line
 from fxpipe.codegen.growing import new_list
@@ -51,8 +51,15 @@ class Body:
             for source, group in groupby(members, key=lambda node: node.meta.get("source")):
                 written = [*self._members(list(group), uses)]
                 code = any(line.code.strip() for line in written)
-                yield from self.comments.around(module, source, written, short if code else [])
+                place = self._written_in(module)
+                yield from self.comments.around(place, source, written, short if code else [])
                 short = [] if code else short
+
+    def _written_in(self, module: str) -> str:
+        """The module whose class has the lines of `module`: a list of modules has none."""
+        while isinstance(self.scope.tree.get(module), nn.Sequential | nn.ModuleList):
+            module = module.rpartition(".")[0]
+        return module
 
     def _members(self, members: Sequence[fx.Node], uses: Mapping[str, int]) -> Iterator[Line]:
         writer = Writer(self._value, self._path)

@@ -10,6 +10,7 @@ from torch import nn
 
 from fxpipe.stock import StockModule, stock_module
 
+_BY_PLACE = 2  # so many arguments of a class of the package are given without their names
 Take = Callable[[Any, str], Any]
 
 
@@ -46,7 +47,9 @@ class Made:
         given = {name: value for name, value in self.arguments.items() if name in self.needed}
         if self.stock is not None:
             return str(StockModule(self.stock, given, self.needed))
-        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+        by_place = len(given) <= _BY_PLACE
+        texts = (repr(v) if by_place else f"{name}={v!r}" for name, v in given.items())
+        return f"{self.name}({', '.join(texts)})"
 
     def key(self) -> tuple[Any, ...]:
         """What two modules have in common that differ in numbers only."""

@@ -113,7 +113,7 @@ def test_arguments_are_called_as_the_users_class_calls_them(tmp_path):
     package = verified(Windows, rows, tmp_path)
     (window,) = classes(package).values()
     assert "x.roll(self.window, 1)" in window
-    assert "Window(window=window)" in package.files["stage_1.py"]
+    assert "Window(window)" in package.files["stage_1.py"]
 
 
 def test_a_variant_is_called_by_what_only_it_has(tmp_path):

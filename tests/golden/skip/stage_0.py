@@ -19,7 +19,5 @@ class Stage0(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # models.py
         skip = self.first(x)  # line 31: float32[batch, 6]
-
-        # middle in models.py
         x = self.middle[0](skip)  # line 32
         return skip, x

@@ -17,7 +17,7 @@ class Stage1(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        # middle in models.py
+        # models.py
         # line 32: x = self.middle(skip)
         return self.middle["3"](
             self.middle["2"](self.middle["1"](x))

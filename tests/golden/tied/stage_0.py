@@ -18,6 +18,4 @@ class Stage0(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         # models.py
         embed = self.embed(tokens)  # line 64: float32[batch, length, 6]
-
-        # body in models.py
         return self.body[1](self.body[0](embed))  # line 64

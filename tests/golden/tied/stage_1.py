@@ -16,10 +16,8 @@ class Stage1(nn.Module):
         self.head = nn.Linear(6, 11, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # body in models.py
+        # models.py
         # line 64: return self.head(self.body(self.embed(tokens)))
         x = self.body["2"](x)  # float32[batch, length, 6]
-
-        # models.py
         # line 64: return self.head(self.body(self.embed(tokens)))
         return self.head(x)  # float32[batch, length, 11]
