@@ -163,7 +163,7 @@ def test_one_pipeline_serves_all_batches_and_grad_modes(tmp_path):
             program(batch(rows))
     assert [path.name for path in tmp_path.iterdir()] == ["body"]
     stage = (tmp_path / "body" / "stage_0.py").read_text()
-    assert all(words in stage for words in ("nn.Linear(6, 6", "self.layers[", "x = layer(x)"))
+    assert all(words in stage for words in ("nn.Linear(6, 6", "self.layers[", "test_backend.py"))
 
 
 def test_another_length_is_compiled_anew_and_one_row_is_not(tmp_path):
