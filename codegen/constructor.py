@@ -4,15 +4,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
+from fxpipe.codegen.initial import filled, initial_values
 from fxpipe.codegen.loops import LOOP, Loop
 from fxpipe.codegen.made import Made, Written, is_number, made_whole
 from fxpipe.codegen.names import Containers, assignment, child, path
 from fxpipe.codegen.scope import Scope
 from fxpipe.ir import Capture
-from fxpipe.memory import is_fake
+
+_FEWEST = 3  # modules, made alike, that are worth a comprehension beside others
 
 
 @dataclass(slots=True)
@@ -129,9 +130,19 @@ class _Declaring:
         kind = self.containers.get(name, "")
         for last in place.tensors:
             self.lines.append(self._tensor(expression, last, f"{name}.{last}" if name else last))
+        runs = _alike_runs(place) if kind == "dict" else {}
+        written: set[str] = set()
         for last, below in place.children.items():
             full = f"{name}.{last}" if name else last
             self._chain(full, below.made)
+            if last in runs:
+                numbers, told = runs[last]
+                self.lines.append(f"{expression}.update({{str(i): {told}}})")
+                written.update(numbers)
+            if last in written:
+                assert below.made is not None
+                self.lines += below.made.freezes(child(expression, last, kind))
+                continue
             if below.is_made_at_once:
                 value = self._container(full, below)
             elif below.made is not None:
@@ -171,7 +182,8 @@ class _Declaring:
         if isinstance(count, int) and count != len(made):
             count = len(made)
         in_row = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-        told = _comprehension(list(made.values()), count, numbers[0]) if in_row else None
+        first = None if in_list else numbers[0]
+        told = _comprehension(list(made.values()), count, first) if in_row else None
         if in_list:
             items = told or [f"[{', '.join(map(str, made.values()))}]"]
             return f"nn.ModuleList({' '.join(items)})"
@@ -186,20 +198,40 @@ class _Declaring:
         if not isinstance(tensor, nn.Parameter):
             persistent = "" if name in self.scope.saved else ", persistent=False"
             return (
-                f"{owner}.register_buffer({last!r}, {_filled('zeros', tensor, sizes)}{persistent})"
+                f"{owner}.register_buffer({last!r}, {filled('zeros', tensor, sizes)}{persistent})"
             )
         frozen = "" if tensor.requires_grad else ", requires_grad=False"
-        return assignment(owner, last, f"nn.Parameter({_initial(tensor, sizes)}{frozen})")
+        return assignment(owner, last, f"nn.Parameter({initial_values(tensor, sizes)}{frozen})")
 
 
-def _comprehension(made: Sequence[Made], count: Any, start: int) -> list[str] | None:
-    """What makes one of the modules, and the loop over it, if they are alike enough."""
+def _alike_runs(place: _Place) -> dict[str, tuple[list[str], str]]:
+    """Runs of modules that one expression makes, by the first's number: all numbers, and it."""
+    runs: list[list[str]] = []
+    for number, one in place.children.items():
+        alone = one.made is None or one.children or one.tensors
+        if alone or not runs or not runs[-1] or int(number) != int(runs[-1][-1]) + 1:
+            runs.append([])
+        runs[-1] += [] if alone else [number]
+    found = {}
+    for run in (run for run in runs if len(run) >= _FEWEST):
+        made = [m for number in run if (m := place.children[number].made) is not None]
+        if told := _comprehension(made, len(made), int(run[0])):
+            found[run[0]] = (run, " ".join(told))
+    return found
+
+
+def _comprehension(made: Sequence[Made], count: Any, start: int | None) -> list[str] | None:
+    """What makes one of the modules, and the loop over it, if they are alike enough.
+
+    `start` is the first one's number if the loop must number them.
+    """
     if len(made) < 2 and isinstance(count, int):
         return None
-    numbered = "i" if start else "_"
     if len({str(one) for one in made}) == 1:
-        span = f"{start}, {start + len(made)}" if start else f"{count!r}"
-        return [str(made[0]), f"for {numbered} in range({span})"]
+        if start is None:
+            return [str(made[0]), f"for _ in range({count!r})"]
+        span = f"{start}, {start + len(made)}" if start else f"{len(made)}"
+        return [str(made[0]), f"for i in range({span})"]
     if len({one.key() for one in made}) > 1 or any(one.chain for one in made):
         return None
     shown = made[0].needing(made)
@@ -213,33 +245,7 @@ def _comprehension(made: Sequence[Made], count: Any, start: int) -> list[str] | 
     (name,) = varying
     template = shown.mapped(lambda value, argument: Written(name) if argument == name else value)
     values = ", ".join(repr(one.arguments[name]) for one in made)
-    if start:
-        return [str(template), f"for i, {name} in enumerate(({values}), {start})"]
+    if start is not None:
+        first = f", {start}" if start else ""
+        return [str(template), f"for i, {name} in enumerate(({values}){first})"]
     return [str(template), f"for {name} in ({values})"]
-
-
-def _initial(tensor: Tensor, sizes: Sequence[Any]) -> str:
-    """Values like those the model began with: all equal, or normal with their deviation.
-
-    Where those are not known: a vector is a norm's scale most often, anything else is a weight.
-    """
-    if is_fake(tensor) and tensor.dim() == 1:
-        return _filled("ones", tensor, sizes)
-    if is_fake(tensor):
-        return f"{_filled('randn', tensor, sizes)} * 0.02"
-    flat = tensor.detach().flatten()
-    if flat.numel() == 0 or not tensor.is_floating_point():
-        return _filled("zeros", tensor, sizes)
-    first = float(flat[0])
-    if bool((flat == first).all()):
-        if first in (0.0, 1.0):
-            return _filled("ones" if first else "zeros", tensor, sizes)
-        return f"{_filled('ones', tensor, sizes)} * {first:.6g}"
-    deviation = float(flat.double().std())
-    return f"{_filled('randn', tensor, sizes)} * {deviation:.1g}"
-
-
-def _filled(kind: str, tensor: Tensor, sizes: Sequence[Any]) -> str:
-    shape = ", ".join(map(repr, sizes)) or "()"
-    dtype = "" if tensor.dtype == torch.float32 else f", dtype={tensor.dtype}"
-    return f"torch.{kind}({shape}{dtype})"

@@ -190,6 +190,15 @@ def test_a_layer_that_a_cut_divides_is_written_out(tmp_path):
     assert sorted(written) == ["blocks.py", "stage_0.py"]
 
 
+def test_whole_layers_beside_a_divided_one_are_made_in_one_line(tmp_path):
+    package = verified(lambda: Layers(9), rows, tmp_path)
+    assert "self.layers.update({str(i): Layer() for i in range(4)})" in package.files["stage_0.py"]
+    assert (
+        "self.layers.update({str(i): Layer() for i in range(5, 9)})"
+        in (package.files["stage_1.py"])
+    )
+
+
 def test_a_module_that_is_called_twice_is_one_module(tmp_path):
     class Twice(Layers):
         def forward(self, x):
