@@ -57,7 +57,7 @@ class Body:
 
     def _written_in(self, module: str) -> str:
         """The module whose class has the lines of `module`: a list of modules has none."""
-        while isinstance(self.scope.tree.get(module), nn.Sequential | nn.ModuleList):
+        while module and isinstance(self.scope.tree.get(module), nn.Sequential | nn.ModuleList):
             module = module.rpartition(".")[0]
         return module
 
