@@ -11,7 +11,7 @@ from torch import nn
 from fxpipe.codegen.body import Body, names_device
 from fxpipe.codegen.comments import Comments, Line
 from fxpipe.codegen.constructor import Constructor, construct
-from fxpipe.codegen.loops import LOOP, collected_names
+from fxpipe.codegen.loops import LOOP, collected_names, read_throughout
 from fxpipe.codegen.names import local_names, path
 from fxpipe.codegen.scope import Scope
 from fxpipe.codegen.sizes import size_lines
@@ -57,7 +57,9 @@ def class_text(
 ) -> ClassText:
     """Decide every line of the class of `scope`; `dtype` is the model's own."""
     made = construct(scope)
-    names = local_names(scope.nodes, scope.inputs, scope.outputs, scope.called)
+    names = local_names(
+        scope.nodes, scope.inputs, scope.outputs, scope.called, read_throughout(scope.nodes)
+    )
     names |= collected_names(scope.nodes, names)
     parameters = [f"{names[value]}: {_kind(scope, value)}" for value in scope.inputs]
     body = [

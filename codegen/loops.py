@@ -85,6 +85,18 @@ def called_modules(node: fx.Node) -> tuple[str, ...]:
     return tuple(f"{node.target}.{k}" for k in loop.numbers) if loop else (str(node.target),)
 
 
+def read_throughout(nodes: Iterable[fx.Node]) -> dict[str, list[str]]:
+    """By loop, the values that each of its calls is given as they are before it."""
+    found: dict[str, list[str]] = {}
+    for node in nodes:
+        if LOOP in node.meta:
+            pairs = zip(node.args, node.meta[LOOP].carried, strict=True)
+            values: list[fx.Node] = []
+            fx.map_arg([argument for argument, result in pairs if result is None], values.append)
+            found[node.name] = [value.name for value in values]
+    return found
+
+
 def collected_names(nodes: Iterable[fx.Node], names: Mapping[str, str]) -> dict[str, str]:
     """Lists of the collected results of loops, by "loop.result", and items of them, by value."""
     found: dict[str, str] = {}

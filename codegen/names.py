@@ -5,7 +5,7 @@ import keyword
 import operator
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import fx, nn
 
@@ -24,9 +24,11 @@ def local_names(
     inputs: Sequence[str],
     outputs: Iterable[str],
     called: Mapping[str, str],
+    throughout: Mapping[str, Collection[str]],
 ) -> dict[str, str]:
-    """A variable for each value of a stage, by value; `called` are those with a name of their own.
+    """A variable for each value of a stage, by value.
 
+    `called` are those with a name of their own, `throughout` those that loops read in each round.
     The graph numbers its values (`x_3`, `x_4`); a person writes `x` again and again. A number is
     kept only where the unnumbered name still holds a value that is read later. So memory is given
     back as early as in the user's own code.
@@ -37,8 +39,12 @@ def local_names(
             last_use[used.name] = max(place, last_use.get(used.name, 0))
     for node in ops:  # what is unpacked at once needs as many names
         source = node.args[0] if node.target is operator.getitem else None
-        if isinstance(source, fx.Node) and isinstance(source.meta.get("val"), tuple | list):
+        if isinstance(source, fx.Node) and _is_tuple(source):
             last_use[node.name] = max(last_use[source.name], last_use.get(node.name, 0))
+    for place, node in enumerate(ops):
+        for value in throughout.get(node.name, ()):
+            made = last_use[node.name] if _is_tuple(node) else place
+            last_use[value] = max(made + 1, last_use[value])
     made_at = [*((-1, name) for name in inputs), *((k, node.name) for k, node in enumerate(ops))]
     functions = {function_called(node) for node in ops}
     taken_until: dict[str, int] = {}
@@ -54,6 +60,10 @@ def local_names(
         chosen[value] = variable
         taken_until[variable] = last_use.get(value, place + 1)
     return chosen
+
+
+def _is_tuple(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), tuple | list)
 
 
 def called_values(ops: Iterable[fx.Node]) -> dict[str, str]:

@@ -256,3 +256,31 @@ def test_what_one_call_gives_has_a_variable_each_even_if_all_is_collected(tmp_pa
             return self.head(x), inner, cross
 
     verified(Caching, lambda rows: {"x": torch.randn(rows, 6)}, tmp_path, devices="cpu*1")
+
+
+def test_what_every_call_of_a_loop_is_given_keeps_its_variable(tmp_path):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, hidden, read):
+            return hidden + self.linear(hidden * read).tanh()
+
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = nn.Linear(6, 6)
+            self.layers = nn.ModuleList([Layer(), Layer(), Layer()])
+
+        def forward(self, x):
+            hidden = self.encoder(x).exp()
+            return self.decode(x * 2, hidden)
+
+        def decode(self, x, read):
+            hidden = x
+            for layer in self.layers:
+                hidden = layer(hidden, read)
+            return hidden
+
+    verified(Decoder, lambda rows: {"x": torch.randn(rows, 6)}, tmp_path, devices="cpu*1")
