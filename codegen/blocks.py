@@ -116,6 +116,7 @@ class _Rolling:
         specs = self.capture.specs
         modes = {v: m for v in (*inputs, *outputs) if (m := self.capture.mode(v)) != "both"}
         sizes = local_sizes((specs[v] for v in inputs if v not in modes), anew=False)
+        values = (*inputs, *(node.name for node in nodes), *outputs)
         read = [used.name for node in nodes for used in node.all_input_nodes]
         literals = {
             name: sizes.text(text) or text
@@ -134,7 +135,7 @@ class _Rolling:
             saved=self.capture.saved,
             literals=literals,
             texts=tuple(literals.values()),
-            specs={name: sizes.spec(spec) for name, spec in specs.items()},
+            specs={name: sizes.spec(specs[name]) for name in values if name in specs},
             lists=frozenset(),
             fixed=self.capture.fixed,
             modes=modes,

@@ -166,5 +166,6 @@ def _kind(scope: Scope, value: str) -> str:
     """The type of a value that goes in or out."""
     if value in scope.lists:
         return "list[Tensor]"
-    known = value in scope.specs or value in scope.inputs
-    return ("Tensor" if known else "tuple[Tensor, ...]") + " | None" * (value in scope.modes)
+    found = next((node.meta.get("val") for node in scope.nodes if node.name == value), None)
+    kind = "tuple[Tensor, ...]" if isinstance(found, tuple | list) else "Tensor"
+    return kind + " | None" * (value in scope.modes)

@@ -26,8 +26,8 @@ class LocalSizes:
 
     def text(self, text: str) -> str | None:
         """An expression in the model's sizes as one in the local names; None if one is missing."""
-        if not sizes_in(text):
-            return text
+        if text in self.names or not sizes_in(text):
+            return self.names.get(text, text)
         found = self._rewritten(text)
         return None if sizes_in(found.replace("$", "_")) else found.replace("$", "")
 

@@ -342,3 +342,24 @@ def test_numbers_of_one_module_that_differ_from_call_to_call_are_no_settings(tmp
             return self.layers[1](x, 5)
 
     verified(Net, rows, tmp_path)
+
+
+def test_a_class_for_tensors_of_different_rank_returns_a_tensor(tmp_path):
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6))
+
+        def forward(self, x):
+            return x * self.weight + 1
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Scale() for _ in range(2))
+
+        def forward(self, x):
+            return self.layers[1](self.layers[0](x)[:, None]).sum(1)
+
+    package = verified(Net, rows, tmp_path, devices="cpu*1")
+    assert "def forward(self, x: Tensor) -> Tensor:" in package.files["blocks.py"]
