@@ -374,3 +374,12 @@ def test_a_model_that_cannot_be_trained_by_itself_is_told_so():
 
     with pytest.raises(InputError, match="can't be trained on these inputs"):
         capture(Overwritten(), (torch.randn(4, 6),), {})
+
+
+def test_what_tracing_raises_is_told():
+    class Traced(nn.Module):
+        def forward(self, x):
+            return [None][torch.compiler.is_compiling()] or x * 2
+
+    with pytest.raises(CaptureError, match=r"Tracing it raised IndexError.*out of range"):
+        capture(Traced(), (torch.randn(4, 6),), {})

@@ -28,7 +28,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from fxpipe.capture.inputs import Form
 from fxpipe.capture.region import Region
-from fxpipe.capture.rules import more_rules
+from fxpipe.capture.rules import functions_as_ops, more_rules
 from fxpipe.errors import CaptureError
 from fxpipe.runtime.leaves import in_mode
 from fxpipe.runtime.structure import Structure, assemble, imported, tensors_at
@@ -133,7 +133,7 @@ def dynamo_graph(
         ):
             warnings.simplefilter("ignore")  # what tracing got wrong, the numeric check finds
             symbols = _distinct_symbols() if free else nullcontext()
-            with _functions_as_ops(), _transforms_undone(), more_rules(), symbols:
+            with functions_as_ops(), more_rules(), _transforms_undone(), symbols:
                 module = _dynamo_graph_capture_for_export(OneBatch())(*tensors)
     except ConstraintViolationError as error:
         raise CaptureError(_frozen_batch(str(error), len(rows[0]))) from error
@@ -220,25 +220,6 @@ def _average_by_a_number(model: nn.Module) -> Iterator[None]:
             norm.momentum = None
 
 
-@contextmanager
-def _functions_as_ops() -> Iterator[None]:
-    """Each custom autograd.Function becomes one op, as `torch.compiler.allow_in_graph` does.
-
-    Dynamo's own way, a graph forward and a graph backward, has no sizes in its `ctx`, and is not
-    taken where no gradient is asked for just now. Private to torch: tests/test_private.py.
-    """
-    from torch._dynamo import trace_rules
-
-    allowed = trace_rules.is_callable_allowed
-
-    def allows(value: Any) -> bool:
-        function = isinstance(value, type) and issubclass(value, torch.autograd.Function)
-        return allowed(value) or (function and not value.__module__.startswith("torch."))
-
-    with patch.object(trace_rules, "is_callable_allowed", allows):
-        yield
-
-
 def function_of(node: fx.Node) -> type[torch.autograd.Function] | None:
     """The custom autograd.Function that an op of Dynamo's graph applies."""
     from torch._dynamo.variables.misc import produce_trampoline_autograd_apply
@@ -300,6 +281,8 @@ def _unsupported(error: Exception) -> str:
     frame = user_frame(getattr(error, "real_stack", None) or parse_stack(str(error)))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if line.startswith("Explanation:")] or lines[:1]
+    _, raised, exception = str(error).partition("context: raised exception ")
+    reasons += [f"Tracing it raised {exception.splitlines()[0]}"] if raised else []
     hints = [line for line in lines if line.startswith("Hint:")]
     return "\n".join(
         [

@@ -1,7 +1,4 @@
-"""Rules that Dynamo lacks, of calls that change nothing here. All of it is private to torch.
-
-So tests/test_private.py names it.
-"""
+"""Rules that Dynamo lacks. All of it is private to torch: tests/test_private.py."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +6,12 @@ from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 
 @contextmanager
 def more_rules() -> Iterator[None]:
-    """While it is open, Dynamo traces what these rules are for."""
+    """Calls that change nothing here are traced, though Dynamo refuses them."""
     from torch._dynamo.variables.builtin import SetAttrBuiltinVariable
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -37,6 +36,25 @@ def more_rules() -> Iterator[None]:
         patch.object(SetAttrBuiltinVariable, "_call_setattr", setting),
         patch.object(TorchInGraphFunctionVariable, "call_function", calling),
     ):
+        yield
+
+
+@contextmanager
+def functions_as_ops() -> Iterator[None]:
+    """Each custom autograd.Function becomes one op, as `torch.compiler.allow_in_graph` does.
+
+    Dynamo's own way, a graph forward and a graph backward, has no sizes in its `ctx`, and is not
+    taken where no gradient is asked for just now.
+    """
+    from torch._dynamo import trace_rules
+
+    allowed = trace_rules.is_callable_allowed
+
+    def allows(value: Any) -> bool:
+        function = isinstance(value, type) and issubclass(value, torch.autograd.Function)
+        return allowed(value) or (function and not value.__module__.startswith("torch."))
+
+    with patch.object(trace_rules, "is_callable_allowed", allows):
         yield
 
 
