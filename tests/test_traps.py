@@ -92,6 +92,31 @@ def test_it_is_as_in_the_model(kind, mode, tmp_path):
     verified(kind, lambda rows: {"x": torch.randn(rows, 6)}, tmp_path, checkpoint=mode)
 
 
+def test_recurrent_layers_are_taken():
+    class Recurrent(Base):
+        def make(self):
+            return nn.GRU(6, 6)
+
+        def step(self, x):
+            return x + self.extra(x.unsqueeze(0))[0].squeeze(0)
+
+    assert capture(Recurrent(), (torch.randn(4, 6),), {}).checked == "train and eval"
+
+
+def test_no_device_of_the_trace_is_left():
+    class Moves(Base):
+        def step(self, x):
+            ones = torch.ones(6, device=x.device) + torch.ones(6, device="cpu")
+            x = self.extra(x.cpu().to("cpu").to(x.device))
+            return x * ones.to("cpu", torch.int64)
+
+    captured = capture(Moves(), (torch.randn(4, 6),), {})
+    assert "cpu" not in {node.target for node in captured.graph.nodes}
+    assert [node.args[1:] for node in captured.graph.find_nodes(op="call_method", target="to")] == [
+        (torch.device("cpu"), torch.int64)  # which is written as `device`
+    ]
+
+
 def test_a_checkpoint_that_loses_gradients_is_told():
     class First(Base):
         def forward(self, x):

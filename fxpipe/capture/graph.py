@@ -129,6 +129,7 @@ class _Builder:
     def _call(self, node: fx.Node) -> Any:
         if node.target is _CHECKPOINT:
             return self._inline(node)
+        _name_devices(node)
         if "autograd_function_apply" in str(node.target):  # of a trace that was not ours
             raise CaptureError(
                 f"a custom autograd.Function can't be captured within torch.compile "
@@ -217,6 +218,15 @@ def _public(operator: torch._ops.OpOverloadPacket, node: fx.Node) -> Target:
             "or keep that module outside the pipelined model"
         )
     return operator
+
+
+def _name_devices(node: fx.Node) -> None:
+    """Devices that the user wrote as text become devices, as which they are those of a stage."""
+    named = node.kwargs.get("device")
+    if isinstance(named, str):
+        node.kwargs = {**node.kwargs, "device": torch.device(named)}
+    if node.op == "call_method" and node.target == "to":
+        node.args = tuple(torch.device(a) if isinstance(a, str) else a for a in node.args)
 
 
 def _only_moves(node: fx.Node) -> bool:
