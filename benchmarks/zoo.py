@@ -7,7 +7,7 @@ libraries are imported when a model is built.
 import functools
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,6 +127,13 @@ def changed(entry: Entry, how: str, change: Callable[[Any], None]) -> Entry:
         return model
 
     return Entry(f"{entry.name}, {how}", entry.library, build, entry.inputs)
+
+
+def every_layer(class_name: str, inputs: Callable[[int], Inputs]) -> Entry:
+    """A model of speech that drops no layers at random, which is a branch that values decide."""
+    settings = {**SPEECH, "layerdrop": 0.0, "apply_spec_augment": False}
+    entry = transformers(class_name, inputs, **settings)
+    return replace(entry, name=f"{class_name}, no layerdrop")
 
 
 def recomputing(entry: Entry) -> Entry:
@@ -729,6 +736,11 @@ _ENTRIES = [
     transformers("Wav2Vec2ForCTC", sound, apply_spec_augment=False, **SPEECH),
     transformers("Wav2Vec2ForSequenceClassification", sound_and_label, **SPEECH),
     transformers("HubertForCTC", labelled_sound, **SPEECH),
+    every_layer("Wav2Vec2ForCTC", sound),
+    every_layer("Wav2Vec2ForSequenceClassification", sound_and_label),
+    every_layer("HubertForCTC", sound),
+    every_layer("WavLMForCTC", sound),
+    every_layer("Data2VecAudioForCTC", sound),
     # transformers: vision
     transformers("ViTForImageClassification", functools.partial(labelled_pixels, 32), **VISION),
     transformers("DeiTForImageClassification", functools.partial(labelled_pixels, 32), **VISION),
