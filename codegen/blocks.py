@@ -115,7 +115,7 @@ class _Rolling:
         )
         specs = self.capture.specs
         modes = {v: m for v in (*inputs, *outputs) if (m := self.capture.mode(v)) != "both"}
-        sizes = local_sizes((specs[v] for v in inputs if v not in modes), anew=False)
+        sizes = local_sizes(specs[v] for v in inputs if v not in modes)
         values = (*inputs, *(node.name for node in nodes), *outputs)
         read = [used.name for node in nodes for used in node.all_input_nodes]
         literals = {

@@ -114,7 +114,7 @@ def find_slots(part: Part, facts: Facts) -> None:
         part.slots.append(slot)
         return slot.content
 
-    part.sizes = local_sizes(_told(part, facts), anew=True)
+    part.sizes = local_sizes(_told(part, facts))
     part.key = open_part(part, facts, note).key
 
 

@@ -44,23 +44,29 @@ class LocalSizes:
         return ast.unparse(_Rewriting(self.names).visit(ast.parse(text, mode="eval")))
 
 
-def local_sizes(given: Iterable[TensorSpec], *, anew: bool) -> LocalSizes:
-    """Names for the dimensions of what is given; if `anew`, also for those that have one.
+def local_sizes(given: Iterable[TensorSpec]) -> LocalSizes:
+    """Names for the dimensions of what is given, in the order in which they are met.
 
     A size that stands alone in a dimension, or times a number, is read off that; an expression gets
     a name of its own unless it is a product of such.
     """
     specs = list(given)
-    dims = dict.fromkeys(dim for spec in specs for dim in spec.shape if isinstance(dim, str))
-    found: dict[str, str] = {}
-    alone = [size for dim in dims for size in sizes_in(dim) if _tells(specs, size)]
-    for size in sorted(dict.fromkeys(alone), key=lambda size: size not in dims):
-        found[size] = _name(size, found) if anew else size
+    dims = list(dict.fromkeys(d for spec in specs for d in spec.shape if isinstance(d, str)))
+    alone = dict.fromkeys(size for dim in dims for size in sizes_in(dim) if _tells(specs, size))
+    found = dict.fromkeys(alone, "known")
     for dim in dims:
         is_product = not set(dim) & set("+-/") and LocalSizes(found).text(dim) is not None
         if UNKNOWN not in dim and not is_product:
-            found[dim] = _name(dim, found)
-    return LocalSizes(found)
+            found[dim] = "known"
+
+    def met(key: str) -> int:
+        tells = [key] if key in dims else [dim for dim in dims if key in sizes_in(dim)]
+        return dims.index(tells[0])
+
+    names: dict[str, str] = {}
+    for key in sorted(found, key=met):
+        names[key] = _name(key, names)
+    return LocalSizes(names)
 
 
 def _tells(specs: Iterable[TensorSpec], size: str) -> bool:

@@ -55,7 +55,7 @@ def _taken(capture: Capture, ops: set[str]) -> list[str]:
             texts[capture.literals.get(used.name, "")] = None
     telling = [capture.specs[name] for name in taken if capture.mode(name) == "both"]
     given: dict[str, None] = {}
-    known = local_sizes(telling, anew=False)
+    known = local_sizes(telling)
     for size in (size for text in texts for size in known.missing(text)):
         if not any(where_told(capture.specs[name], size) for name in given):
             has = (i.name for i in capture.inputs if where_told(capture.specs[i.name], size))
