@@ -1,19 +1,20 @@
 """A schedule as text and as data: one row of actions per device, cells like `0F3` and `1B0`.
 
-The text is the compute-only table of `torch.distributed.pipelining`, which can load it:
-stage, kind (F forward, B full backward), micro-batch.
+The text is the compute-only table of `torch.distributed.pipelining`, which can load it: stage,
+kind (F forward, B full backward, I gradient of the inputs, W gradient of the weights), micro-batch.
 """
 
 import csv
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from fxpipe.errors import ScheduleError
 
-_CELL = re.compile(r"(\d+)([FB])(\d+)")
+_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class Kind(StrEnum):
@@ -21,11 +22,18 @@ class Kind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
+
+    @property
+    def sends_back(self) -> bool:
+        """Whether the gradients of what the stage received come of it."""
+        return self in (Kind.BACKWARD, Kind.INPUT)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One stage's forward or backward on one micro-batch."""
+    """One stage's forward, backward, or a half of its backward, on one micro-batch."""
 
     stage: int
     kind: Kind
@@ -40,24 +48,32 @@ class Action:
         match = _CELL.fullmatch(cell.strip())
         if match is None:
             raise ScheduleError(
-                f"schedule cell {cell!r} is no action: write stage, F or B, micro-batch, as in 0F3"
+                f"schedule cell {cell!r} is no action: write stage, F, B, I or W, micro-batch, "
+                "as in 0F3"
             )
         stage, kind, microbatch = match.groups()
         return cls(int(stage), Kind(kind), int(microbatch))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """One row of actions per device, each row in the order in which that device runs it."""
 
     rows: tuple[tuple[Action, ...], ...]
 
-    @property
+    @cached_property
+    def split(self) -> frozenset[tuple[int, int]]:
+        """The stages and micro-batches whose backward is split in two, I and W."""
+        return frozenset(
+            (a.stage, a.microbatch) for row in self.rows for a in row if a.kind is Kind.INPUT
+        )
+
+    @cached_property
     def n_stages(self) -> int:
         """Number of stages that appear in the table."""
         return 1 + max((action.stage for row in self.rows for action in row), default=-1)
 
-    @property
+    @cached_property
     def n_microbatches(self) -> int:
         """Number of micro-batches that appear in the table."""
         return 1 + max((action.microbatch for row in self.rows for action in row), default=-1)
@@ -75,91 +91,40 @@ class Schedule:
         rows = csv.reader(io.StringIO(text))
         return cls(tuple(tuple(Action.parse(cell) for cell in row if cell.strip()) for row in rows))
 
+    def needs(self, action: Action) -> Iterator[Action]:
+        """The actions of its own and of neighbouring stages that `action` waits for."""
+        stage, kind, i = action.stage, action.kind, action.microbatch
+        if kind is Kind.FORWARD:
+            if stage > 0:
+                yield Action(stage - 1, Kind.FORWARD, i)
+            return
+        if kind is Kind.WEIGHT:
+            yield Action(stage, Kind.INPUT, i)
+            return
+        yield Action(stage, Kind.FORWARD, i)
+        if stage < self.n_stages - 1:
+            split = (stage + 1, i) in self.split
+            yield Action(stage + 1, Kind.INPUT if split else Kind.BACKWARD, i)
 
-def needs(action: Action, n_stages: int) -> Iterable[Action]:
-    """The actions of neighbouring stages and of its own that `action` must wait for."""
-    stage, kind, microbatch = action.stage, action.kind, action.microbatch
-    if kind is Kind.FORWARD:
-        if stage > 0:
-            yield Action(stage - 1, Kind.FORWARD, microbatch)
-        return
-    yield Action(stage, Kind.FORWARD, microbatch)
-    if stage < n_stages - 1:
-        yield Action(stage + 1, Kind.BACKWARD, microbatch)
+    def clock(self) -> Iterator[tuple[Action | None, ...]]:
+        """By clock cycle, what each device runs if every action takes one; it ends where all wait.
+
+        Source: torchgpipe's clock-cycles (arXiv 2004.09910, section 2.2), for any table.
+        """
+        done: set[Action] = set()
+        left = [list(reversed(row)) for row in self.rows]
+        while True:
+            cycle = tuple(
+                row[-1] if row and done.issuperset(self.needs(row[-1])) else None for row in left
+            )
+            if not any(cycle):
+                return
+            yield cycle
+            for row, action in zip(left, cycle, strict=True):
+                if action is not None:
+                    done.add(row.pop())
 
 
 def clock_order(schedule: Schedule) -> list[Action]:
     """All actions of a table that can run, each device running at most one per clock cycle."""
-    done: list[Action] = []
-    position = [0] * len(schedule.rows)
-    while len(done) < sum(map(len, schedule.rows)):
-        before = frozenset(done)
-        for device, row in enumerate(schedule.rows):
-            following = row[position[device] : position[device] + 1]
-            if following and before.issuperset(needs(following[0], schedule.n_stages)):
-                done.extend(following)
-                position[device] += 1
-    return done
-
-
-def check(schedule: Schedule, stage_to_device: tuple[int, ...], n_microbatches: int) -> None:
-    """Raise ScheduleError, naming every broken rule, unless the table can run.
-
-    Rules: each stage's F and B of each micro-batch stands once, in the row of the stage's device;
-    nothing else stands there; run in order, row by row, no device waits forever.
-    """
-    broken = _misplaced(schedule, stage_to_device, n_microbatches)
-    if not broken:
-        broken = _deadlock(schedule, len(stage_to_device))
-    if broken:
-        raise ScheduleError("the schedule table can't run:\n  " + "\n  ".join(broken))
-
-
-def _misplaced(
-    schedule: Schedule, stage_to_device: tuple[int, ...], n_microbatches: int
-) -> list[str]:
-    expected = {
-        Action(stage, kind, microbatch): device
-        for stage, device in enumerate(stage_to_device)
-        for kind in Kind
-        for microbatch in range(n_microbatches)
-    }
-    broken = []
-    seen: set[Action] = set()
-    for device, row in enumerate(schedule.rows):
-        for action in row:
-            if action not in expected:
-                broken.append(
-                    f"{action} on device {device}: the plan has {len(stage_to_device)} stages "
-                    f"and {n_microbatches} micro-batches"
-                )
-            elif action in seen:
-                broken.append(f"{action} stands twice")
-            elif expected[action] != device:
-                broken.append(
-                    f"{action} stands on device {device}, its stage on {expected[action]}"
-                )
-            seen.add(action)
-    broken.extend(f"{action} is missing" for action in sorted(expected.keys() - seen))
-    return broken
-
-
-def _deadlock(schedule: Schedule, n_stages: int) -> list[str]:
-    done: set[Action] = set()
-    position = [0] * len(schedule.rows)
-    moved = True
-    while moved:
-        moved = False
-        for device, row in enumerate(schedule.rows):
-            while position[device] < len(row) and done.issuperset(
-                needs(row[position[device]], n_stages)
-            ):
-                done.add(row[position[device]])
-                position[device] += 1
-                moved = True
-    return [
-        f"device {device} waits forever at {row[position[device]]} for "
-        + ", ".join(str(a) for a in needs(row[position[device]], n_stages) if a not in done)
-        for device, row in enumerate(schedule.rows)
-        if position[device] < len(row)
-    ]
+    return [action for cycle in schedule.clock() for action in cycle if action is not None]

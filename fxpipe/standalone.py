@@ -11,7 +11,12 @@ _IMPORT = re.compile(r"^( *from )fxpipe(?:\.([\w.]+))?( import )", re.MULTILINE)
 
 def with_runtime(files: Mapping[str, str]) -> dict[str, str]:
     """`files` and the runtime beside them in `_fxpipe`, from where all of them now import it."""
-    sources = [_FXPIPE / "errors.py", _FXPIPE / "schedule.py", *_FXPIPE.glob("runtime/*.py")]
+    sources = [
+        _FXPIPE / "errors.py",
+        _FXPIPE / "schedule.py",
+        _FXPIPE / "schedule_check.py",
+        *_FXPIPE.glob("runtime/*.py"),
+    ]
     copies = {
         path.relative_to(_FXPIPE).as_posix(): path.read_text(encoding="utf-8")
         for path in sorted(sources)

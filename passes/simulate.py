@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxpipe.ir import Link
-from fxpipe.schedule import Action, Kind, Schedule, check
+from fxpipe.schedule import Action, Kind, Schedule
+from fxpipe.schedule_check import check
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,13 @@ FOLDERS = {"fxpipe": ROOT / "fxpipe", "passes": ROOT / "passes", "codegen": ROOT
 
 # What a module may import of fxpipe; a name stands for everything below it too. A module not
 # listed stands at the top, with the command, and may import all.
-BASE = ("fxpipe.errors", "fxpipe.schedule", "fxpipe.runtime", "fxpipe.ir")
+BASE = (
+    "fxpipe.errors",
+    "fxpipe.schedule",
+    "fxpipe.schedule_check",
+    "fxpipe.runtime",
+    "fxpipe.ir",
+)
 HELPERS = (
     "fxpipe.devices",
     "fxpipe.interpret",
@@ -30,7 +36,13 @@ HELPERS = (
 RULES = {
     "fxpipe.errors": (),
     "fxpipe.schedule": ("fxpipe.errors",),
-    "fxpipe.runtime": ("fxpipe.errors", "fxpipe.schedule", "fxpipe.runtime"),
+    "fxpipe.schedule_check": ("fxpipe.errors", "fxpipe.schedule"),
+    "fxpipe.runtime": (
+        "fxpipe.errors",
+        "fxpipe.schedule",
+        "fxpipe.schedule_check",
+        "fxpipe.runtime",
+    ),
     "fxpipe.ir": BASE,
     **dict.fromkeys(
         HELPERS,

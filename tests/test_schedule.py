@@ -5,7 +5,7 @@ from textwrap import dedent
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule import Action, Kind, Schedule, check, needs
+from fxpipe.schedule import Action, Kind, Schedule, clock_order
 
 
 def table(text: str) -> Schedule:
@@ -48,40 +48,30 @@ def test_a_cell_that_is_no_action_is_named(cell: str) -> None:
         ("1F1", ["0F1"]),
         ("2B1", ["2F1"]),
         ("1B1", ["1F1", "2B1"]),
+        ("0I1", ["0F1", "1B1"]),
+        ("0W1", ["0I1"]),
+        ("1B0", ["1F0", "2I0"]),
     ],
 )
 def test_what_an_action_waits_for(action: str, waits_for: list[str]) -> None:
-    assert [str(one) for one in needs(Action.parse(action), 3)] == waits_for
+    schedule = table("""
+        0F0,0F1,0I0,0I1,0W0,0W1
+        1F0,1F1,1B0,1B1
+        2F0,2F1,2I0,2W0,2B1
+    """)
+
+    assert [str(one) for one in schedule.needs(Action.parse(action))] == waits_for
 
 
-def test_a_table_that_can_run_passes() -> None:
-    check(table(ONE_F_ONE_B), (0, 1), 2)
+def test_a_clock_cycle_has_an_action_of_each_device_that_need_not_wait() -> None:
+    cycles = [[str(a or "-") for a in cycle] for cycle in table(ONE_F_ONE_B).clock()]
 
-
-@pytest.mark.parametrize(
-    ("text", "broken"),
-    [
-        ("0F0,0B0\n1F0", ["1B0 is missing"]),
-        ("0F0,0F0,0B0\n1F0,1B0", ["0F0 stands twice"]),
-        ("0F0,1F0,0B0\n1B0", ["1F0 stands on device 0, its stage on 1"]),
-        (
-            "0F0,0B0,2F0\n1F0,1B0,1F1",
-            [
-                "2F0 on device 0: the plan has 2 stages and 1 micro-batches",
-                "1F1 on device 1: the plan has 2 stages and 1 micro-batches",
-            ],
-        ),
-        (
-            "0B0,0F0\n1F0,1B0",
-            [
-                "device 0 waits forever at 0B0 for 0F0, 1B0",
-                "device 1 waits forever at 1F0 for 0F0",
-            ],
-        ),
-    ],
-)
-def test_every_broken_rule_is_named(text: str, broken: list[str]) -> None:
-    with pytest.raises(ScheduleError) as error:
-        check(table(text), (0, 1), 1)
-
-    assert str(error.value).splitlines()[1:] == [f"  {line}" for line in broken]
+    assert cycles == [
+        ["0F0", "-"],
+        ["0F1", "1F0"],
+        ["-", "1B0"],
+        ["0B0", "1F1"],
+        ["-", "1B1"],
+        ["0B1", "-"],
+    ]
+    assert [str(a) for a in clock_order(table("0F0,0B0\n1F0"))] == ["0F0", "1F0"]

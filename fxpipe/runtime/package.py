@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fxpipe import schedule as schedules
 from fxpipe.errors import DeviceError, FxpipeError, PackageError
 from fxpipe.runtime.imports import module_of, package_of
 from fxpipe.runtime.manifest import Manifest, StageSpec
@@ -16,6 +15,7 @@ from fxpipe.runtime.pipeline import Pipeline
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.stream import Devices, parse_devices
 from fxpipe.schedule import Schedule
+from fxpipe.schedule_check import check
 
 
 def load(path: str | Path, devices: Devices | None = None) -> Pipeline:
@@ -92,7 +92,7 @@ def _devices(manifest: Manifest, devices: Devices | None) -> tuple[torch.device,
 def _schedule(folder: Path, manifest: Manifest, broken: list[str]) -> Schedule:
     try:
         table = Schedule.from_csv(_text(folder, "schedule.csv"))
-        schedules.check(table, manifest.stage_to_device, manifest.microbatches)
+        check(table, manifest.stage_to_device, manifest.microbatches)
     except FxpipeError as error:
         broken.append(f"schedule.csv: {error}")
         return Schedule(())

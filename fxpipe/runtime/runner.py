@@ -215,7 +215,7 @@ def _parts(order: Sequence[Action], n: int) -> Iterator[tuple[_Part, int]]:
             yield from ((_Part.PREPARE, k) for k in islice(following, 1))
         if action.stage == n - 1 and forward:
             yield _Part.FINISH, i
-        if action.stage == 0 and not forward:
+        if action.stage == 0 and action.kind.sends_back:
             yield _Part.UPSTREAM, i
 
 

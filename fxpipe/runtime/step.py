@@ -5,7 +5,7 @@ catches the gradient, and each backward is called by the stage's own lane.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ from fxpipe.runtime.checkpoint import Replay, recomputes
 from fxpipe.runtime.manifest import InputSpec
 from fxpipe.runtime.portal import CALLER, Wire, add_gradients, source_of
 from fxpipe.runtime.receive import Slot, receive
+from fxpipe.runtime.split import SplitBackward
 from fxpipe.runtime.stage import Stage
 from fxpipe.schedule import Action, Kind
 
@@ -31,6 +32,7 @@ class _Pending:
 
     slots: Mapping[Wire, Slot]
     edges: Sequence[GradientEdge | None] = ()
+    begins: Mapping[Wire, GradientEdge] = field(default_factory=dict)
     replay: Replay | None = None
     inputs: Mapping[Wire, Tensor] | None = None
 
@@ -42,6 +44,7 @@ class Step:
         self._call = call
         self._at_end = at_end
         self._pending: dict[tuple[int, int], _Pending] = {}
+        self._split: dict[tuple[int, int], SplitBackward] = {}
 
     def run_row(self, lane: int, row: Sequence[Action]) -> None:
         """Run a lane's row of the table."""
@@ -67,8 +70,17 @@ class Step:
             if j == n - 1:
                 self._at_end(i)
             return
+        if action.kind is Kind.WEIGHT:
+            self._split.pop((j, i)).weight_gradients()
+            return
         wires = [Wire(j, output.value) for output in self._call.stages[j].outputs]
-        self._backward(j, i, [self._call.gradient(wire, i) for wire in wires])
+        gradients = [self._call.gradient(wire, i) for wire in wires]
+        if action.kind is Kind.BACKWARD:
+            found = self._backward(j, i, gradients)
+        else:
+            found = self._input_gradients(j, i, gradients)
+        for wire in self._call.wires.reads[j]:
+            self._call.send_gradient(wire, j, i, found.get(wire))
 
     def _forward(self, action: Action) -> None:
         j, i = action.stage, action.microbatch
@@ -85,8 +97,11 @@ class Step:
             graph = bool(slots) or any(p.requires_grad for p in stage.module.parameters())
             gradients = [graph and output.is_floating_point() for output in outputs]
         else:
-            outputs, random = stage.forward(_arguments(stage, receive(tensors, slots)), random)
-            self._pending[j, i] = _Pending(slots, _edges(outputs))
+            received = receive(tensors, slots)
+            begins = {wire: get_gradient_edge(received[wire]) for wire in slots}
+            outputs, random = stage.forward(_arguments(stage, received), random)
+            del received
+            self._pending[j, i] = _Pending(slots, _edges(outputs), begins)
             gradients = [output.requires_grad for output in outputs]
         call.pass_random(j, i, random)
         for output, spec, gradient in zip(outputs, stage.outputs, gradients, strict=True):
@@ -94,23 +109,40 @@ class Step:
             if wire in call.wires.readers:
                 call.send_value(wire, i, output.detach(), gradient)
 
-    def _backward(self, j: int, i: int, gradients: Sequence[Tensor | None]) -> None:
-        call = self._call
-        pending = self._pending.pop((j, i))
-        edges = pending.edges
-        if pending.replay is not None and pending.inputs is not None:
-            received = receive(pending.inputs, pending.slots)
-            edges = _edges(pending.replay.again(_arguments(call.stages[j], received)))
-            del received
-        roots = [(e, g) for e, g in zip(edges, gradients, strict=True) if e and g is not None]
-        del edges, gradients
+    def _backward(
+        self, j: int, i: int, gradients: list[Tensor | None]
+    ) -> dict[Wire, Tensor | None]:
+        """The gradients of what the stage received; those of weights are added to theirs."""
+        pending = self._graph(j, i)
+        roots = [
+            (e, g) for e, g in zip(pending.edges, gradients, strict=True) if e and g is not None
+        ]
+        gradients.clear()
+        pending.edges = ()
         if roots:
             torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
-        del roots
-        for wire in call.wires.reads[j]:
-            slot = pending.slots.get(wire)
-            gradient = slot.gradient if slot else None
-            call.send_gradient(wire, j, i, gradient)
+        return {wire: slot.gradient for wire, slot in pending.slots.items()}
+
+    def _input_gradients(
+        self, j: int, i: int, gradients: list[Tensor | None]
+    ) -> dict[Wire, Tensor | None]:
+        """The same, those of weights being left for later."""
+        pending = self._graph(j, i)
+        split = SplitBackward(pending.edges, gradients)
+        self._split[j, i] = split
+        found = split.input_gradients(list(pending.begins.values()))
+        return dict(zip(pending.begins, found, strict=True))
+
+    def _graph(self, j: int, i: int) -> _Pending:
+        """What the forward kept, its graph made now if it was not kept."""
+        pending = self._pending.pop((j, i))
+        if pending.replay is not None and pending.inputs is not None:
+            received = receive(pending.inputs, pending.slots)
+            pending.begins = {wire: get_gradient_edge(received[wire]) for wire in pending.slots}
+            again = pending.replay.again(_arguments(self._call.stages[j], received))
+            pending.edges = _edges(again)
+            pending.replay = pending.inputs = None
+        return pending
 
 
 def _arguments(stage: Stage, values: Mapping[Wire, Tensor]) -> list[Tensor]:

@@ -78,7 +78,19 @@ def one_f_one_b(n: int, m: int) -> str:
     return "".join(",".join(row) + "\n" for row in rows)
 
 
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
+def split(n: int, m: int) -> str:
+    """1F1B with halved backwards: a weight's gradient comes after the next one's forward."""
+    rows = []
+    for line in one_f_one_b(n, m).splitlines():
+        row = [cell.replace("B", "I") for cell in line.split(",")]
+        for i in range(m):
+            j = row[0][0]
+            row.insert(min(row.index(f"{j}I{i}") + 2, len(row)), f"{j}W{i}")
+        rows.append(row)
+    return "".join(",".join(row) + "\n" for row in rows)
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "split": split}
 
 
 def write(

@@ -1,0 +1,135 @@
+"""A stage's backward in two: the gradients of its inputs first, those of its weights later.
+
+The zero-bubble schedules ask for it (Qi et al., ICLR 2024): the stage before waits for the first
+alone. Some nodes of the graph lead on to an input and, by another edge, to a weight: a linear layer
+has one. On the way to the inputs the gradient that arrives at each such node is kept; later the
+node runs once more, for the weight alone. What leads to weights only runs later altogether.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+_Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass(slots=True)
+class _Arrived:
+    """The gradients that came to a node, and whether any shall pass now.
+
+    A weight that two nodes use may be reached from the one through the other, whose share would
+    count twice (pytorch#180952).
+    """
+
+    gradients: _Gradients = ()
+    passing: bool = True
+
+    def __call__(self, gradients: _Gradients) -> _Gradients | None:
+        if not self.passing:
+            return (None,) * len(gradients)
+        self.gradients = gradients
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fork:
+    """A node that leads to an input and, by another edge, to `weights`."""
+
+    node: Node
+    weights: Sequence[Tensor]
+    arrived: _Arrived = field(default_factory=_Arrived)
+
+    def edges(self) -> list[tuple[GradientEdge, Tensor]]:
+        """Where in the node gradients arrived, and which."""
+        return [
+            (GradientEdge(self.node, k), gradient)
+            for k, gradient in enumerate(self.arrived.gradients)
+            if gradient is not None
+        ]
+
+
+class SplitBackward:
+    """The backward of a graph whose outputs are at the edges `outputs`, half by half."""
+
+    def __init__(
+        self, outputs: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]
+    ) -> None:
+        self._roots = [
+            (edge, gradient)
+            for edge, gradient in zip(outputs, gradients, strict=True)
+            if edge is not None and gradient is not None
+        ]
+        self._forks: list[_Fork] = []
+
+    def input_gradients(self, inputs: Sequence[GradientEdge]) -> list[Tensor | None]:
+        """The gradients that arrive at `inputs`, which were the beginning of the graph."""
+        ends = {edge.node for edge in inputs}
+        graph = _Graph([edge.node for edge, _ in self._roots], ends)
+        for node, below in graph.following.items():
+            if node in ends or node not in graph.to_input:
+                continue
+            weights = graph.weights([n for n in below if n not in graph.to_input])
+            if weights:
+                fork = _Fork(node, weights)
+                node.register_prehook(fork.arrived)
+                self._forks.append(fork)
+        leading = [root for root in self._roots if root[0].node in graph.to_input]
+        self._roots = [root for root in self._roots if root[0].node not in graph.to_input]
+        if not leading:
+            return [None] * len(inputs)
+        edges, gradients = zip(*leading, strict=True)
+        found = torch.autograd.grad(edges, inputs, gradients, retain_graph=True, allow_unused=True)
+        return list(found)
+
+    def weight_gradients(self) -> None:
+        """Add the gradients of the weights to their `.grad`; then the graph is let go."""
+        for fork in self._forks:
+            fork.arrived.passing = False
+        for fork in self._forks:
+            fork.arrived.passing = True
+            _backward(fork.edges(), fork.weights)
+            fork.arrived.passing = False
+        _backward(self._roots, None)
+        self._roots, self._forks = [], []
+
+
+def _backward(
+    roots: Sequence[tuple[GradientEdge, Tensor]], weights: Sequence[Tensor] | None
+) -> None:
+    if roots:
+        edges, gradients = zip(*roots, strict=True)
+        torch.autograd.backward(edges, gradients, retain_graph=True, inputs=weights)
+
+
+class _Graph:
+    """The nodes below `roots`, down to `ends`."""
+
+    def __init__(self, roots: Iterable[Node], ends: set[Node]) -> None:
+        self.following: dict[Node, list[Node]] = {}
+        self.to_input: set[Node] = set()
+        left: list[tuple[Node, bool]] = [(root, False) for root in roots]
+        while left:
+            node, seen_below = left.pop()
+            if seen_below:
+                if node in ends or not self.to_input.isdisjoint(self.following[node]):
+                    self.to_input.add(node)
+            elif node not in self.following:
+                below = [] if node in ends else [n for n, _ in node.next_functions if n is not None]
+                self.following[node] = below
+                left.append((node, True))
+                left.extend((n, False) for n in below)
+
+    def weights(self, nodes: Sequence[Node]) -> list[Tensor]:
+        """The leaves below `nodes`, which lead to no input."""
+        found: dict[Node, Any] = {}
+        left = list(nodes)
+        while left:
+            node = left.pop()
+            if node not in found:
+                found[node] = getattr(node, "variable", None)
+                left.extend(self.following[node])
+        return [leaf for leaf in found.values() if leaf is not None]
