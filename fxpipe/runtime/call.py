@@ -34,8 +34,9 @@ class Call:
         self.m = m
         self._links = links
         self._lanes: list[Mailbox[Key]] = [Mailbox() for _ in range(n_lanes)]
-        self._end: Mailbox[Key] = Mailbox()
-        self._caller: Mailbox[Key] = Mailbox()
+        ends: list[Mailbox[Key]] = [Mailbox(), Mailbox()]
+        # By stage: the pipeline's end has index n, the caller -1, which is the list's last.
+        self._mailboxes = [*(self._lanes[stage.lane] for stage in stages), *ends]
         self._homes: dict[tuple[str, int], torch.device] = {}
         self._random_stages = [stage.index for stage in stages if stage.spec.random]
 
@@ -50,7 +51,7 @@ class Call:
             wire = Wire(CALLER, value)
             self._homes[value, i] = tensor.device
             for j in self.wires.readers.get(wire, ()):
-                self._mailbox(j).put(("value", wire, j, i), (tensor, tensor.requires_grad))
+                self._mailboxes[j].put(("value", wire, j, i), (tensor, tensor.requires_grad))
         self.pass_random(CALLER, i, random)
 
     def lane(self, j: int) -> int:
@@ -67,7 +68,7 @@ class Call:
 
     def stop(self) -> None:
         """Make every lane end at its next wait or action."""
-        for mailbox in (*self._lanes, self._end, self._caller):
+        for mailbox in {*self._lanes, *self._mailboxes}:
             mailbox.stop()
 
     def send_value(self, wire: Wire, i: int, tensor: Tensor, gradient: bool) -> None:
@@ -75,11 +76,11 @@ class Call:
         for j in self.wires.readers[wire]:
             source, target = self.lane(wire.source), self.lane(j)
             sent = self._links.send(tensor, source, target, i)
-            self._mailbox(j).put(("value", wire, j, i), (sent, gradient))
+            self._mailboxes[j].put(("value", wire, j, i), (sent, gradient))
 
     def value(self, wire: Wire, j: int, i: int) -> tuple[Tensor, bool]:
         """Micro-batch i's value on stage j, and whether it has a gradient; waits for it."""
-        tensor, gradient = self._mailbox(j).take(("value", wire, j, i))
+        tensor, gradient = self._mailboxes[j].take(("value", wire, j, i))
         if wire.source == CALLER:
             return tensor.to(self.device(j)), gradient
         return self._links.receive(tensor, self.lane(wire.source), self.lane(j), i), gradient
@@ -90,13 +91,13 @@ class Call:
             gradient = gradient.to(self._homes[wire.value, i])
         elif gradient is not None:
             gradient = self._links.send(gradient, self.lane(j), self.lane(wire.source), i)
-        self._mailbox(wire.source).put(("gradient", wire, j, i), gradient)
+        self._mailboxes[wire.source].put(("gradient", wire, j, i), gradient)
 
     def gradient(self, wire: Wire, i: int) -> Tensor | None:
         """The gradient of micro-batch i's value, all readers' parts added; waits for them."""
         parts: list[Tensor | None] = []
         for j in self.wires.readers.get(wire, ()):
-            part = self._mailbox(wire.source).take(("gradient", wire, j, i))
+            part = self._mailboxes[wire.source].take(("gradient", wire, j, i))
             if part is not None and wire.source != CALLER:
                 part = self._links.receive(part, self.lane(j), self.lane(wire.source), i)
             parts.append(part)
@@ -109,16 +110,11 @@ class Call:
         """
         if j not in (*self._random_stages, self.n):
             return None
-        taken: RandomStream | None = self._mailbox(j).take(("random", None, j, i))
+        taken: RandomStream | None = self._mailboxes[j].take(("random", None, j, i))
         return taken
 
     def pass_random(self, j: int, i: int, random: RandomStream | None) -> None:
         """Hand the random numbers on to the next stage that draws some, at last to the end."""
         if j == CALLER or j in self._random_stages:
             target = next((k for k in self._random_stages if k > j), self.n)
-            self._mailbox(target).put(("random", None, target, i), random)
-
-    def _mailbox(self, j: int) -> Mailbox[Key]:
-        if j == CALLER:
-            return self._caller
-        return self._end if j == self.n else self._lanes[self.lane(j)]
+            self._mailboxes[target].put(("random", None, target, i), random)

@@ -7,6 +7,7 @@ where outputs are put together and the loss is computed, reads like one more sta
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,8 +16,7 @@ from fxpipe.runtime.manifest import Manifest, there
 CALLER = -1
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Wire:
+class Wire(NamedTuple):
     """A value and the stage that makes it, or CALLER."""
 
     source: int
