@@ -30,6 +30,7 @@ from fxpipe.runtime.manifest import (
     StageSpec,
     StateSpec,
 )
+from fxpipe.runtime.trace import timeline_of
 from fxpipe.specs import tensor_spec
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -148,7 +149,10 @@ def _manifest(
         stages=tuple(_stage(capture, plan, j, stage, one) for j, (stage, one) in stages),
         state=tuple(_state(capture, name) for name in state),
         estimate=EstimateSpec(
-            plan.estimate.step_ms, plan.estimate.bubble, plan.estimate.peak_bytes
+            plan.estimate.step_ms,
+            plan.estimate.bubble,
+            plan.estimate.peak_bytes,
+            timeline_of(plan.schedule, plan.estimate.spans),
         ),
         solver=plan.solver,
         gap=plan.gap,

@@ -222,11 +222,15 @@ class StageEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the simulator predicts of one training step."""
+    """What the simulator predicts of one training step.
+
+    `spans` has the shape of the schedule's rows: when each action begins and ends, in ms.
+    """
 
     step_ms: float
     bubble: float
     peak_bytes: tuple[int, ...]
+    spans: tuple[tuple[tuple[float, float], ...], ...]
     stages: tuple[StageEstimate, ...]
 
 

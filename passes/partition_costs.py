@@ -30,6 +30,7 @@ def evaluate(
         step_ms=simulation.step_ms,
         bubble=simulation.bubble,
         peak_bytes=simulation.peak_bytes,
+        spans=simulation.spans,
         stages=tuple(
             StageEstimate(
                 forward_ms=stage.forward_ms,

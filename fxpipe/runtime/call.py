@@ -1,6 +1,7 @@
 """What the lanes share during one call: where values, gradients and random numbers go."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -10,8 +11,11 @@ from fxpipe.runtime.mailbox import Mailbox
 from fxpipe.runtime.portal import CALLER, Wire, Wires, add_gradients
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.stage import Stage
+from fxpipe.runtime.trace import Recorder
 
 Key = tuple[str, Wire | None, int, int]
+
+_UNSEEN = nullcontext()
 
 
 class Call:
@@ -33,6 +37,7 @@ class Call:
         self.n = len(stages)
         self.m = m
         self._links = links
+        self._recorder: Recorder | None = None
         self._lanes: list[Mailbox[Key]] = [Mailbox() for _ in range(n_lanes)]
         ends: list[Mailbox[Key]] = [Mailbox(), Mailbox()]
         # By stage: the pipeline's end has index n, the caller -1, which is the list's last.
@@ -62,6 +67,16 @@ class Call:
         """The device of stage j."""
         return self.stages[min(j, self.n - 1)].device
 
+    def record(self, recorder: Recorder) -> None:
+        """Let `recorder` have what the lanes do."""
+        self._recorder = self._links.recorder = recorder
+
+    def span(self, j: int, name: str, kind: str) -> AbstractContextManager[None]:
+        """The block is what stage j's lane does as `name`."""
+        if self._recorder is None:
+            return _UNSEEN
+        return self._recorder.span(self.lane(j), name, kind)
+
     def check(self, lane: int) -> None:
         """Raise StoppedError if the lane shall not begin anything more."""
         self._lanes[lane].check()
@@ -82,8 +97,12 @@ class Call:
         """Micro-batch i's value on stage j, and whether it has a gradient; waits for it."""
         tensor, gradient = self._mailboxes[j].take(("value", wire, j, i))
         if wire.source == CALLER:
-            return tensor.to(self.device(j)), gradient
-        return self._links.receive(tensor, self.lane(wire.source), self.lane(j), i), gradient
+            tensor = tensor.to(self.device(j))
+        else:
+            tensor = self._links.receive(tensor, self.lane(wire.source), self.lane(j), i)
+        if self._recorder is not None and j < self.n:
+            self._recorder.arrived(self.lane(j))
+        return tensor, gradient
 
     def send_gradient(self, wire: Wire, j: int, i: int, gradient: Tensor | None) -> None:
         """Send stage j's part of the gradient of micro-batch i's value back to its stage."""
@@ -101,6 +120,8 @@ class Call:
             if part is not None and wire.source != CALLER:
                 part = self._links.receive(part, self.lane(j), self.lane(wire.source), i)
             parts.append(part)
+        if self._recorder is not None and wire.source != CALLER:
+            self._recorder.arrived(self.lane(wire.source))
         return add_gradients(parts)
 
     def random(self, j: int, i: int) -> RandomStream | None:

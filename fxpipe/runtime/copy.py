@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fxpipe.runtime import stream
 from fxpipe.runtime.stream import Stream
+from fxpipe.runtime.trace import Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class End:
 class Links:
     """The ends of one call: per lane, and per micro-batch a copy stream of its own."""
 
+    recorder: Recorder | None = None
+
     def __init__(self, devices: Sequence[torch.device], copies: Sequence[Sequence[Stream]]) -> None:
         self._ends = [
             [End(device, stream.current_stream(device), copy) for copy in lane_copies]
@@ -35,7 +38,12 @@ class Links:
 
     def send(self, tensor: Tensor, source: int, target: int, microbatch: int) -> Tensor:
         """Start the way of `tensor` from lane to lane; called on the source's lane."""
-        return _send(tensor, self._ends[source][microbatch], self._ends[target][microbatch])
+        ends = self._ends[source][microbatch], self._ends[target][microbatch]
+        if self.recorder is None or not _apart(*ends):
+            return _send(tensor, *ends)
+        stream.wait_stream(ends[0].copy, ends[0].compute)  # which is no part of the copy
+        with self.recorder.copying(source, f"{microbatch} to {target}", ends[0].copy):
+            return _send(tensor, *ends)
 
     def receive(self, tensor: Tensor, source: int, target: int, microbatch: int) -> Tensor:
         """End the way of what `send` gave; called on the target's lane."""
@@ -48,7 +56,7 @@ def new_copy_streams(devices: Sequence[torch.device], n_microbatches: int) -> li
 
 
 def _send(tensor: Tensor, source: End, target: End) -> Tensor:
-    if source.device == target.device:
+    if not _apart(source, target):
         return tensor
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         _wait(tensor, source.copy, source.compute)
@@ -58,12 +66,16 @@ def _send(tensor: Tensor, source: End, target: End) -> Tensor:
 
 
 def _receive(tensor: Tensor, source: End, target: End) -> Tensor:
-    if source.device == target.device:
+    if not _apart(source, target):
         return tensor
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         _wait(tensor, target.compute, target.copy)
         return tensor
     return Wait.apply(target.compute, target.copy, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _apart(source: End, target: End) -> bool:
+    return source.device != target.device
 
 
 def _wait(tensor: Tensor, waiting: Stream, awaited: Stream) -> None:

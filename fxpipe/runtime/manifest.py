@@ -134,11 +134,16 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True)
 class EstimateSpec:
-    """The predicted training step: milliseconds, idle share, bytes per device."""
+    """The predicted training step: milliseconds, idle share, bytes per device.
+
+    `timeline` has a row per device, of cells like `0F3 1.5 2.25`: an action of the schedule that
+    the package was compiled with, and when it begins and ends, in ms.
+    """
 
     step_ms: float
     bubble: float
     peak_bytes: tuple[int, ...]
+    timeline: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The package at work: an `nn.Module` with the original's state, and a training step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import DeviceError, InputError
-from fxpipe.runtime import microbatch, ties, weights
+from fxpipe.runtime import microbatch, ties, trace, weights
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.clock import Clock
@@ -79,6 +80,8 @@ class Pipeline(nn.Module):
         self._wires = {training: Wires.of(manifest, training) for training in (True, False)}
         self._outputs = [Wire(source_of(o.stage), o.value) for o in manifest.outputs]
         self._workers: Workers | None = None
+        self._tracing = False
+        self._recorder: trace.Recorder | None = None
         self._state = State(self, manifest.state, self._stages)
         self._state.load_buffers(self, buffers)
         self._extra: dict[str, Any] = {}
@@ -146,6 +149,29 @@ class Pipeline(nn.Module):
                 torch.autograd.backward([tensor], [gradient])
         return objective.loss()
 
+    @contextmanager
+    def trace(self, path: str | Path) -> Iterator[None]:
+        """Write the last step of the block to `path`, the predicted step beside it.
+
+            with pipe.trace("step.json"):
+                pipe.step(x, target=y, loss_fn=loss_fn)
+
+        The file is for ui.perfetto.dev or chrome://tracing: a row per device, with F, B,
+        recomputation in it, and copies below; on CUDA the times are those of the device. What is
+        predicted is the schedule that the package was compiled with. Raises InputError if no step
+        ran.
+        """
+        self._tracing = True
+        try:
+            yield
+            if self._recorder is None:
+                raise InputError("no step ran while it was to be traced: call pipe.step(...)")
+            lanes, timeline = [*map(str, self._devices)], self._manifest.estimate.timeline
+            trace.write(path, lanes, timeline, self._recorder.events())
+        finally:
+            self._tracing = False
+            self._recorder = None
+
     def train(self, mode: bool = True) -> "Pipeline":
         """Switch between training and evaluation, the stages too."""
         super().train(mode)
@@ -194,7 +220,7 @@ class Pipeline(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the worker threads, so that `copy.deepcopy` works."""
-        return self.__dict__ | {"_workers": None}
+        return self.__dict__ | {"_workers": None, "_recorder": None}
 
     def __repr__(self) -> str:
         lines = [
@@ -271,6 +297,9 @@ class Pipeline(nn.Module):
         rows: Sequence[Sequence[Action]],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
+        if self._tracing:
+            self._recorder = trace.Recorder(self._devices)
+            call.record(self._recorder)
         with ties.collected(self._state.ties, self._state.parameters(self)):
             jobs = [partial(step.run_row, lane, row) for lane, row in enumerate(rows)]
             self._run(jobs, call, meanwhile)

@@ -19,6 +19,7 @@ from fxpipe.runtime.portal import CALLER, Wire, add_gradients, source_of
 from fxpipe.runtime.receive import Slot, receive
 from fxpipe.runtime.split import SplitBackward
 from fxpipe.runtime.stage import Stage
+from fxpipe.runtime.trace import LOSS, RECOMPUTE
 from fxpipe.schedule import Action, Kind
 
 
@@ -50,7 +51,9 @@ class Step:
         """Run a lane's row of the table."""
         for action in row:
             self._call.check(lane)
-            self._call.stages[action.stage].at(str(action), partial(self._run, action))
+            name = str(action)
+            with self._call.span(action.stage, name, action.kind):
+                self._call.stages[action.stage].at(name, partial(self._run, action))
 
     def input_gradient(self, spec: InputSpec, tensor: Tensor, rows: Sequence[int]) -> Tensor | None:
         """The gradient of a caller's input, after all lanes; None if there is none."""
@@ -68,7 +71,8 @@ class Step:
         if action.kind is Kind.FORWARD:
             self._forward(action)
             if j == n - 1:
-                self._at_end(i)
+                with self._call.span(j, f"loss {i}", LOSS):
+                    self._at_end(i)
             return
         if action.kind is Kind.WEIGHT:
             self._split.pop((j, i)).weight_gradients()
@@ -139,7 +143,8 @@ class Step:
         if pending.replay is not None and pending.inputs is not None:
             received = receive(pending.inputs, pending.slots)
             pending.begins = {wire: get_gradient_edge(received[wire]) for wire in pending.slots}
-            again = pending.replay.again(_arguments(self._call.stages[j], received))
+            with self._call.span(j, f"again {j}F{i}", RECOMPUTE):
+                again = pending.replay.again(_arguments(self._call.stages[j], received))
             pending.edges = _edges(again)
             pending.replay = pending.inputs = None
         return pending

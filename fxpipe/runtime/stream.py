@@ -5,6 +5,7 @@ the rest of the runtime never asks what device it is on.
 """
 
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,6 +21,9 @@ class CpuStream:
 
 Stream = CpuStream | torch.cuda.Stream
 CPU_STREAM = CpuStream()
+
+# A moment: the host's clock in milliseconds, or an event of a CUDA stream.
+Mark = float | torch.cuda.Event
 
 Devices = str | int | torch.device | Sequence[str | torch.device]
 
@@ -132,6 +136,24 @@ def synchronize(device: torch.device) -> None:
     """Wait until `device` has done all that was asked of it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def mark(on: Stream) -> Mark:
+    """This moment on a stream: once all that stands on it now is done."""
+    if isinstance(on, CpuStream):
+        return 1e3 * time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(on)
+    return event
+
+
+def ms_between(start: Mark, end: Mark) -> float:
+    """Milliseconds between two marks of one device, which has passed both."""
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float)
+        assert isinstance(end, float)
+        return end - start
+    return float(start.elapsed_time(end))
 
 
 def generator(device: torch.device) -> torch.Generator:

@@ -1,0 +1,161 @@
+"""One step as it ran beside the step as it was predicted, for ui.perfetto.dev and chrome://tracing.
+
+Each lane has a row of what it computes and one of what it copies to others. What a lane does is
+marked on the stream that does it, so on CUDA the times are the device's own, not the host's.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpipe.runtime import stream
+from fxpipe.runtime.stream import Mark, Stream
+from fxpipe.schedule import Action, Schedule
+
+COPY = "copy"
+LOSS = "loss"
+RECOMPUTE = "recompute"
+
+Spans = Sequence[Sequence[tuple[float, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that lane `lane` did, in ms from the step's beginning."""
+
+    lane: int
+    name: str
+    kind: str
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    lane: int
+    name: str
+    kind: str
+    start: Mark
+    end: Mark
+
+
+class Recorder:
+    """Marks what the lanes of one step do. Any lane's thread may record."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = tuple(devices)
+        self._marked: list[_Marked] = []
+        self._starts: list[list[Mark]] = [[] for _ in devices]
+        # Events of different devices have no common clock: all begin idle, at one moment.
+        self._idle()
+        self._zeros = [self._now(lane) for lane in range(len(self._devices))]
+
+    @contextmanager
+    def span(self, lane: int, name: str, kind: str) -> Iterator[None]:
+        """The block, on the lane's own thread, is what it does as `name`."""
+        starts = self._starts[lane]
+        starts.append(self._now(lane))
+        yield
+        self._marked.append(_Marked(lane, name, kind, starts.pop(), self._now(lane)))
+
+    def arrived(self, lane: int) -> None:
+        """What the lane's span has waited for is there: it begins now."""
+        self._starts[lane][-1] = self._now(lane)
+
+    @contextmanager
+    def copying(self, lane: int, name: str, on: Stream) -> Iterator[None]:
+        """The block copies something of the lane's on the stream `on`."""
+        start = stream.mark(on)
+        yield
+        self._marked.append(_Marked(lane, name, COPY, start, stream.mark(on)))
+
+    def events(self) -> list[Event]:
+        """What was recorded, once all devices are done."""
+        self._idle()
+        return sorted(
+            (
+                Event(
+                    one.lane,
+                    one.name,
+                    one.kind,
+                    stream.ms_between(self._zeros[one.lane], one.start),
+                    stream.ms_between(self._zeros[one.lane], one.end),
+                )
+                for one in self._marked
+            ),
+            key=lambda event: (event.start_ms, -event.end_ms),
+        )
+
+    def _now(self, lane: int) -> Mark:
+        return stream.mark(stream.current_stream(self._devices[lane]))
+
+    def _idle(self) -> None:
+        for device in dict.fromkeys(self._devices):
+            stream.synchronize(device)
+
+
+def timeline_of(schedule: Schedule, spans: Spans) -> tuple[str, ...]:
+    """When each action of the table begins and ends, as plan.json keeps it."""
+    return tuple(
+        ", ".join(
+            f"{action} {start:.3f} {end:.3f}"
+            for action, (start, end) in zip(row, times, strict=True)
+        )
+        for row, times in zip(schedule.rows, spans, strict=True)
+    )
+
+
+def predicted(timeline: Sequence[str]) -> list[Event]:
+    """The events of such a timeline. Raises ScheduleError."""
+    events = []
+    for lane, row in enumerate(timeline):
+        for cell in filter(None, row.split(", ")):
+            action, start, end = cell.split()
+            kind = Action.parse(action).kind
+            events.append(Event(lane, action, kind, float(start), float(end)))
+    return events
+
+
+def write(
+    path: str | Path, lanes: Sequence[str], timeline: Sequence[str], measured: Sequence[Event]
+) -> None:
+    """Write both steps as Trace Event JSON, each a process, with a row per lane of each."""
+    events: list[dict[str, Any]] = []
+    for process, (name, found) in enumerate(
+        [("measured", measured), ("predicted", predicted(timeline))]
+    ):
+        events.append(_named("process_name", process, 0, name=name))
+        events.append(_named("process_sort_index", process, 0, sort_index=process))
+        rows: dict[int, str] = {}
+        for event in found:
+            row = 2 * event.lane + (event.kind == COPY)
+            rows[row] = f"{event.lane}: {lanes[event.lane]}" + (
+                " copies" if event.kind == COPY else ""
+            )
+            events.append(_complete(event, process, row))
+        for row, text in sorted(rows.items()):
+            events.append(_named("thread_name", process, row, name=text))
+            events.append(_named("thread_sort_index", process, row, sort_index=row))
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1)
+    Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def _complete(event: Event, process: int, row: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": event.name,
+        "cat": event.kind,
+        "pid": process,
+        "tid": row,
+        "ts": 1e3 * event.start_ms,
+        "dur": 1e3 * (event.end_ms - event.start_ms),
+    }
+
+
+def _named(what: str, process: int, row: int, **args: object) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": row, "args": args}
