@@ -18,13 +18,14 @@ from fxpipe.schedule import Schedule
 from fxpipe.schedule_check import check
 
 
-def load(path: str | Path, devices: Devices | None = None) -> Pipeline:
+def load(path: str | Path, devices: Devices | None = None, *, compile: bool = False) -> Pipeline:
     """The pipeline of the package in folder `path`, with its weights if it has a folder `weights`.
 
     `devices` are as many as it was compiled for, as in `"cuda:0,cuda:1"`, `"cpu*2"`, or `2`, which
     means CUDA devices if there are enough; without them, those it was compiled for, or their
-    number if they are not here. Raises PackageError, with every rule that its files break,
-    WeightsError and DeviceError.
+    number if they are not here. With `compile`, stages go through torch.compile when they first
+    run, save those that draw random numbers. Raises PackageError, with every rule that its files
+    break, WeightsError and DeviceError.
     """
     folder = Path(path).resolve()
     manifest = Manifest.from_json(_text(folder, "plan.json"))
@@ -35,6 +36,9 @@ def load(path: str | Path, devices: Devices | None = None) -> Pipeline:
     buffers = _buffers(folder, manifest, broken)
     _refuse(folder, [*_port_rules(manifest), *broken])
     pipe = Pipeline(manifest, table, stages, lanes, buffers)
+    if compile:
+        for stage in stages:
+            stage.compile()
     if (folder / "weights").is_dir():
         pipe.load_weights(folder / "weights")
     return pipe

@@ -5,7 +5,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -29,6 +28,14 @@ class Stage:
     lane: int
     device: torch.device
     path: str
+
+    def compile(self) -> None:
+        """Let torch.compile make its forward and backward faster, unless it draws random numbers.
+
+        Compiled code would draw others than the model does.
+        """
+        if not self.spec.random:
+            self.module.compile()
 
     def forward(
         self, inputs: Sequence[Tensor], random: RandomStream | None
@@ -80,18 +87,18 @@ class Stage:
             raise
         except Exception as error:
             raise StageError(
-                f"stage {self.index} failed in {action}{self._line(error.__traceback__)}: "
+                f"stage {self.index} failed in {action}{self._line(error)}: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def _line(self, trace: TracebackType | None) -> str:
-        lines = [
-            number
-            for frame, number in traceback.walk_tb(trace)
-            if frame.f_code.co_filename == self.path
-        ]
+    def _line(self, error: Exception) -> str:
+        # What Dynamo raises while it traces has the stage's own frames in `real_stack`.
+        traced = getattr(error, "real_stack", None) or ()
+        frames = [*traceback.extract_tb(error.__traceback__), *traced]
+        lines = [frame.lineno for frame in frames if frame.filename == self.path]
         if not lines:
             return ""
+        linecache.checkcache(self.path)  # the file may have been edited since
         text = linecache.getline(self.path, lines[-1]).strip()
         return f", {self.spec.file}, line {lines[-1]}: `{text}`"
 

@@ -1,0 +1,112 @@
+"""`load(..., compile=True)`: stages through torch.compile give the plain model's numbers."""
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from toys import (
+    CHAIN,
+    NOISY,
+    TOYS,
+    Chain,
+    Part,
+    Toy,
+    assert_same_state,
+    mean_loss,
+    plain_step,
+    same,
+    write,
+)
+
+from fxpipe.errors import StageError
+from fxpipe.runtime import load
+
+ONE = Toy(
+    Chain,
+    (
+        Part(
+            """
+            def __init__(self):
+                super().__init__()
+                self.first = nn.Linear(6, 7)
+                self.body = nn.ModuleDict({"step": nn.Linear(7, 7), "stages": nn.Linear(7, 7)})
+                self.last = nn.Linear(7, 3)
+
+            def forward(self, x):
+                h = torch.relu(self.body["step"](self.first(x)))
+                return self.last(torch.tanh(self.body["stages"](h)))
+            """,
+            (None,),
+            ("y",),
+        ),
+    ),
+)
+
+
+@pytest.fixture
+def traced_only(monkeypatch):
+    """All of torch.compile but inductor's kernels, which take a C++ compiler seconds."""
+    compiled = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled(self, backend="aot_eager"))
+
+
+def _both(folder, toy, **settings):
+    pipe = load(write(folder, toy, **settings), compile=True)
+    torch.manual_seed(2)
+    model = toy.model().double()
+    pipe.load_state_dict(model.state_dict())
+    return model, pipe
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("skips", "never"), ("tied", "always"), ("normed", "except_last")],
+)
+def test_steps_of_several_batch_sizes_equal_the_plain_models(tmp_path, name, mode):
+    toy = TOYS[name]
+    model, pipe = _both(tmp_path, toy, schedule="1f1b", checkpoint=mode)
+    for batch in (8, 10):
+        x = toy.inputs(batch)
+        expected = plain_step(toy, model, x, 4, False)
+        assert same(pipe.step(*x, loss_fn=mean_loss), expected)
+    assert_same_state(pipe, model)
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_it_trains_and_evaluates_when_called(tmp_path):
+    model, pipe = _both(tmp_path, CHAIN)
+    x = CHAIN.inputs()
+    for training in (True, False):
+        model.train(training)
+        pipe.train(training)
+        expected = plain_step(CHAIN, model, x, 4, False)
+        loss = mean_loss(pipe(*x))
+        assert same(loss.detach(), expected)
+        loss.backward()
+    assert_same_state(pipe, model)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor's kernels for CPU need g++")
+def test_kernels_of_inductor_give_the_same(tmp_path):
+    model, pipe = _both(tmp_path, ONE)
+    x = ONE.inputs(8)
+    expected = plain_step(ONE, model, x, 4, False)
+    assert same(pipe.step(*x, loss_fn=mean_loss), expected)
+    assert_same_state(pipe, model)
+
+
+def test_a_stage_that_draws_random_numbers_is_left_as_it_is(tmp_path):
+    pipe = load(write(tmp_path, NOISY), compile=True)
+    assert all(stage.module._compiled_call_impl is None for stage in pipe._stages)
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_an_error_while_tracing_says_the_line(tmp_path):
+    _, pipe = _both(tmp_path, CHAIN)
+    file = tmp_path / "stage_1.py"
+    file.write_text(file.read_text().replace("relu(self", "relu(h[:, :3] + self"))
+    pipe = load(tmp_path, compile=True)
+    with pytest.raises(StageError, match=r"stage 1 failed in 1F0, stage_1.py, line 13: `return "):
+        pipe.step(*CHAIN.inputs(8), loss_fn=mean_loss)
