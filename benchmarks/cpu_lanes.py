@@ -1,0 +1,158 @@
+"""`pipe.step` on two CPU lanes against torch.distributed.pipelining's two processes.
+
+    python benchmarks/cpu_lanes.py             print the table
+    python benchmarks/cpu_lanes.py --write     and keep it in benchmarks/CPU_LANES.md
+    python benchmarks/cpu_lanes.py --compile   also with load(..., compile=True)
+
+The same transformer blocks, weights and batch; a lane or a process has one thread. Ours runs 1F1B
+in one process; theirs every schedule it has for two processes, of which the fastest counts. All run
+in turns, a step each, so that what else the machine does falls on all alike; times are medians.
+First, losses and gradients are compared with the plain model's.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from compile_time import processor
+from torch import Tensor, nn
+from torch_pipelining import SCHEDULES, Peer
+from transformer import batch, blocks, loss_fn
+
+import fxpipe
+
+HERE = Path(__file__).parent
+
+
+class Workload(NamedTuple):
+    """Hidden size, blocks, rows of a batch, sequence length, micro-batches."""
+
+    hidden: int
+    layers: int
+    rows: int
+    sequence: int
+    m: int
+
+
+WORKLOADS = {  # and the goals: milliseconds by the peer's best, eager and compiled
+    Workload(256, 8, 16, 128, 8): (0.88, None),
+    Workload(64, 16, 32, 32, 16): (0.90, 0.75),
+    Workload(512, 8, 16, 128, 8): (0.95, None),
+}
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return (time.perf_counter() - started) * 1e3
+
+
+def same(name: str, difference: float) -> None:
+    if not difference < 1e-4:
+        raise SystemExit(f"{name} computes something else: relative difference {difference:.1e}")
+
+
+def difference(found: nn.Module, gradients: dict[str, Tensor]) -> float:
+    """How far the gradients are from the plain model's, relative to the largest."""
+    parameters = dict(found.named_parameters())
+    return max(
+        ((parameters[name].grad - g).abs().max() / g.abs().max()).item()
+        for name, g in gradients.items()
+    )
+
+
+def measure(work: Workload, peer: Peer, compiled: bool, rounds: int) -> dict[str, float]:
+    """Median milliseconds of a step, by who makes it."""
+    model = blocks(work.hidden, work.layers)
+    x, target = batch(work.hidden, work.rows, work.sequence)
+
+    def plain_step() -> float:
+        total = 0.0
+        for piece, wanted in zip(x.chunk(work.m), target.chunk(work.m), strict=True):
+            loss = loss_fn(model(piece), wanted) / work.m
+            loss.backward()
+            total += loss.item()
+        return total
+
+    with tempfile.TemporaryDirectory() as folder:
+        package = fxpipe.compile(model, (x,), devices=["cpu"] * 2, microbatches=work.m)
+        out = package.write(f"{folder}/out", weights=True)
+        ours = {"fxpipe": fxpipe.load(out)}
+        if compiled:
+            ours["fxpipe, compiled"] = fxpipe.load(out, compile=True)
+        peer.prepare(*work)
+
+        expected = plain_step()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        torch.save(gradients, f"{folder}/gradients")
+        for name, pipe in ours.items():
+            loss = pipe.step(x, target=target, loss_fn=loss_fn).item()
+            same(name, max(difference(pipe, gradients), abs(loss - expected) / abs(expected)))
+        for name in SCHEDULES:
+            loss = peer.step(name)[1]
+            away = peer.difference(Path(folder) / "gradients")
+            same(name, max(away, abs(loss - expected) / abs(expected)))
+
+    times: dict[str, list[float]] = {name: [] for name in ("plain", *ours, *SCHEDULES)}
+    for _ in range(rounds):
+        model.zero_grad()
+        times["plain"].append(milliseconds(plain_step))
+        for schedule in SCHEDULES:
+            for name, pipe in ours.items():
+                pipe.zero_grad()
+                step = milliseconds(lambda p=pipe: p.step(x, target=target, loss_fn=loss_fn))
+                times[name].append(step)
+            times[schedule].append(peer.step(schedule)[0])
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def table(measured: dict[Workload, dict[str, float]]) -> str:
+    names = list(next(iter(measured.values())))
+    ours = [name for name in names if name.startswith("fxpipe")]
+    heads = ["h, layers, batch, sequence, m", *names, *(f"{name} / best" for name in ours), "goal"]
+    lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1)]
+    for work, times in measured.items():
+        best = min(times[name] for name in SCHEDULES)
+        cells = [", ".join(map(str, work)), *(f"{times[name]:.0f}" for name in names)]
+        cells += [f"{times[name] / best:.2f}" for name in ours]
+        goals = [goal for goal in WORKLOADS[work][: len(ours)] if goal is not None]
+        lines.append(f"| {' | '.join([*cells, ', '.join(map(str, goals))])} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--compile", action="store_true", help="also ours through torch.compile")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--workloads", type=int, nargs="*", default=range(len(WORKLOADS)))
+    parser.add_argument("--write", action="store_true", help="keep it in CPU_LANES.md")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    peer = Peer()
+    chosen = [list(WORKLOADS)[k] for k in options.workloads]
+    measured = {work: measure(work, peer, options.compile, options.rounds) for work in chosen}
+    peer.close()
+    text = (
+        f"# Two CPU lanes against two processes\n\n{datetime.date.today()}, {processor()}, "
+        f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}.\n"
+        "Milliseconds of a training step, medians of turns taken one after the other; plain is one "
+        "thread, micro-batch by\nmicro-batch; torch.distributed.pipelining has two gloo processes "
+        "of one thread each, fxpipe one process of\ntwo lanes (1F1B).\n"
+        f"Made by `python benchmarks/cpu_lanes.py{' --compile' * options.compile} --write`.\n\n"
+        f"{table(measured)}\n"
+    )
+    print(text)
+    if options.write:
+        (HERE / "CPU_LANES.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
