@@ -26,7 +26,8 @@ PRIVATE = {
     "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode": "capture/dynamo.py",
     "torch.ops.higher_order.tag_activation_checkpoint": "capture/graph.py",
     "torch.utils._python_dispatch.TorchDispatchMode": (
-        "capture/calls.py, capture/observe.py, memory.py, roofline.py, runtime/random.py"
+        "capture/calls.py, capture/observe.py, memory.py, roofline.py, runtime/memory.py, "
+        "runtime/random.py"
     ),
     "torch._subclasses.fake_tensor.FakeTensor": "memory.py",
     "torch._subclasses.fake_tensor.FakeTensorMode": "memory.py",

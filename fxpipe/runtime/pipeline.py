@@ -21,6 +21,7 @@ from fxpipe.runtime.end import End, LossFn, Objective
 from fxpipe.runtime.lanes import Lanes
 from fxpipe.runtime.leaves import in_mode
 from fxpipe.runtime.manifest import Manifest, there
+from fxpipe.runtime.memory import Memory
 from fxpipe.runtime.portal import CALLER, Wire, Wires, source_of
 from fxpipe.runtime.random import RandomStream, microbatch_seeds
 from fxpipe.runtime.stage import Stage
@@ -82,6 +83,7 @@ class Pipeline(nn.Module):
         self._workers: Workers | None = None
         self._tracing = False
         self._recorder: trace.Recorder | None = None
+        self._memory: Memory | None = None
         self._state = State(self, manifest.state, self._stages)
         self._state.load_buffers(self, buffers)
         self._extra: dict[str, Any] = {}
@@ -172,6 +174,23 @@ class Pipeline(nn.Module):
             self._tracing = False
             self._recorder = None
 
+    def memory(self) -> Memory:
+        """The peak bytes of each device over a step: predicted, and measured in a `with` block.
+
+            with pipe.memory() as memory:
+                pipe.step(x, target=y, loss_fn=loss_fn)
+            print(memory)
+
+        CUDA devices' are those of torch's allocator; of a CPU lane it is the tensors that its ops
+        made, with its parameters, gradients and buffers, but without the caller's batch. Counting
+        them takes time: trace another step.
+        """
+
+        def count(memory: Memory | None) -> None:
+            self._memory = memory
+
+        return Memory(self._devices, self._manifest.estimate.peak_bytes, self._stages, count)
+
     def train(self, mode: bool = True) -> "Pipeline":
         """Switch between training and evaluation, the stages too."""
         super().train(mode)
@@ -220,7 +239,7 @@ class Pipeline(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the worker threads, so that `copy.deepcopy` works."""
-        return self.__dict__ | {"_workers": None, "_recorder": None}
+        return self.__dict__ | {"_workers": None, "_recorder": None, "_memory": None}
 
     def __repr__(self) -> str:
         lines = [
@@ -311,6 +330,8 @@ class Pipeline(nn.Module):
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         assert self._workers is not None
+        if self._memory is not None:
+            jobs = self._memory.counted(jobs)
         try:
             self._workers.lanes.run(jobs, call.stop, meanwhile)
         finally:

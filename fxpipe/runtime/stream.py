@@ -138,6 +138,17 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def peak_bytes(device: torch.device) -> int | None:
+    """What `device` has held at its fullest since `reset_peak_bytes`; None of a CPU lane."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def reset_peak_bytes(device: torch.device) -> None:
+    """Begin to look for the fullest moment."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def mark(on: Stream) -> Mark:
     """This moment on a stream: once all that stands on it now is done."""
     if isinstance(on, CpuStream):

@@ -9,6 +9,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from toys import MODES, SKIPS, TOYS, Part, Toy, both, mean_loss
 
 from fxpipe.errors import StageError
+from fxpipe.runtime.call import Call
+from fxpipe.runtime.memory import Tally
+from fxpipe.runtime.step import Step
+from fxpipe.schedule import Kind
 
 
 class Watch:
@@ -70,6 +74,83 @@ def test_nor_after_a_failed_one(tmp_path):
         pipe.step(*SKIPS.inputs(), loss_fn=loss_fn)
     gc.collect()
     assert watch.alive() == 0
+
+
+class ByMicroBatch:
+    """Weak references to what the stages make and send for each micro-batch, all on one lane."""
+
+    def __init__(self, pipe, inputs, monkeypatch):
+        self.references = {}
+        self._own = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        self._now = None
+        for stage in pipe._stages:
+            stage.module.register_forward_hook(lambda module, inputs, output: self._see(output))
+        send_value, send_gradient, run = Call.send_value, Call.send_gradient, Step._run
+
+        def seen_value(call, wire, i, tensor, gradient):
+            self._see(tensor)
+            send_value(call, wire, i, tensor, gradient)
+
+        def seen_gradient(call, wire, j, i, gradient):
+            self._see(gradient)
+            send_gradient(call, wire, j, i, gradient)
+
+        def watched(step, action):
+            self._now = action.microbatch
+            run(step, action)
+            self.after(action)
+
+        monkeypatch.setattr(Call, "send_value", seen_value)
+        monkeypatch.setattr(Call, "send_gradient", seen_gradient)
+        monkeypatch.setattr(Step, "_run", watched)
+
+    def _see(self, output):
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if tensor is not None and tensor.untyped_storage().data_ptr() not in self._own:
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self.references.setdefault(self._now, []).append(reference)
+
+    def alive(self, i):
+        return sum(not reference.expired() for reference in self.references[i])
+
+    def after(self, action):
+        """To be replaced: what to look at after each action."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", TOYS)
+def test_no_value_nor_gradient_outlives_its_micro_batch(tmp_path, monkeypatch, name, mode):
+    toy = TOYS[name]
+    _, pipe = both(tmp_path, toy, checkpoint=mode, devices=(0,) * len(toy.parts))
+    x = toy.inputs()
+    pipe.step(*x, loss_fn=mean_loss)
+    watch = ByMicroBatch(pipe, x, monkeypatch)
+    alive = {}
+
+    def after(action):
+        if action.stage == 0 and action.kind is Kind.BACKWARD:
+            alive[action.microbatch] = watch.alive(action.microbatch)
+
+    watch.after = after
+    pipe.step(*x, loss_fn=mean_loss)
+    assert alive == dict.fromkeys(range(4), 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_values_are_held_for_the_micro_batches_in_flight_alone(tmp_path, mode):
+    _, pipe = both(tmp_path, SKIPS, m=8, schedule="1f1b", checkpoint=mode)
+    watch = Watch(pipe)
+    most = [0] * 4
+    for stage in pipe._stages:
+
+        def see(module, inputs, output, j=stage.index):
+            most[j] = max(most[j], watch.alive(j))
+
+        stage.module.register_forward_hook(see)
+    pipe.step(*SKIPS.inputs(), loss_fn=mean_loss)
+    # Of 8 micro-batches stage j is never further ahead of its backwards than 4 - j; it may be
+    # computing one of them again.
+    assert all(most[j] <= 4 - j + (mode != "never") for j in range(4))
 
 
 class Light(nn.Module):
@@ -150,3 +231,104 @@ def test_a_stage_that_is_recomputed_keeps_its_inputs_alone(tmp_path):
     pipe.step(*SKIPS.inputs(), loss_fn=loss_fn)
     # a, b and c of four micro-batches are inputs; of y, the loss at hand has but its own.
     assert alive[-1] == [4, 4, 4, 1]
+
+
+def test_a_gradient_is_let_go_of_by_the_backward_that_reads_it(tmp_path, monkeypatch):
+    _, pipe = both(tmp_path, SKIPS, devices=(0,) * 4)
+    sent, alive = {}, []
+    send, run = Call.send_gradient, Step._run
+
+    def seen(call, wire, j, i, gradient):
+        if gradient is not None:
+            reference = StorageWeakRef(gradient.untyped_storage())
+            sent.setdefault((wire.source, i), []).append(reference)
+        send(call, wire, j, i, gradient)
+
+    def watched(step, action):
+        run(step, action)
+        if action.kind is Kind.BACKWARD:
+            found = sent[action.stage, action.microbatch]
+            alive.append(sum(not reference.expired() for reference in found))
+
+    monkeypatch.setattr(Call, "send_gradient", seen)
+    monkeypatch.setattr(Step, "_run", watched)
+    pipe.step(*SKIPS.inputs(), loss_fn=mean_loss)
+    assert alive == [0] * 16
+
+
+def test_a_tally_counts_what_is_alive_once_and_keeps_the_most():
+    tally = Tally(2)
+    a = torch.zeros(10)
+    tally.add(0, [a, a[2:], a.view(2, 5)])
+    tally.add(1, [a, torch.zeros(0)])
+    assert tally.peaks == [40, 0]
+    del a
+    b = torch.zeros(4)
+    tally.add(0, [b])
+    assert tally.peaks == [40, 0]
+    tally.add(0, [c := torch.zeros(7)])
+    tally.add(0, [d := torch.zeros(1)])
+    assert tally.peaks == [48, 0]
+    del b, c, d
+
+
+class Wide(nn.Module):
+    """Two equal layers whose saved tensors outweigh all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(6))
+        self.v = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return (torch.exp(x * self.w) * self.v).exp()
+
+
+def _wide(parameter, line, source):
+    text = f"""
+        def __init__(self):
+            super().__init__()
+            self.{parameter} = nn.Parameter(torch.ones(6))
+
+        def forward(self, {"x" if source is None else "h"}):
+            return {line}
+        """
+    return Part(text, (source,), ("h" if source is None else "y",))
+
+
+WIDE = Toy(
+    Wide,
+    (
+        _wide("w", "torch.exp(x * self.w)", None),
+        _wide("v", "(h * self.v).exp()", 0),
+    ),
+)
+
+
+def test_measured_peaks_are_of_parameters_gradients_and_saved_tensors(tmp_path):
+    _, pipe = both(tmp_path, WIDE)
+    assert [peak.measured_bytes for peak in pipe.memory().peaks] == [None, None]
+    x = torch.zeros(4000, 6, dtype=torch.float64)
+    whole = x.numel() * 8
+    pipe.step(x, loss_fn=mean_loss)
+    with pipe.memory() as memory:
+        pipe.step(x, loss_fn=mean_loss)
+    first, last = (peak.measured_bytes for peak in memory.peaks)
+    # All four micro-batches are forward before the first is backward, and each stage saves what
+    # its exp gave; the last one has their losses' gradients too. An action has a few tensors of
+    # one micro-batch besides.
+    assert whole <= first <= 2 * whole
+    assert 2 * whole <= last <= 3 * whole
+    assert [peak.lanes for peak in memory.peaks] == [(0,), (1,)]
+    assert "lane 1 on cpu: predicted 0.0 MiB, measured" in str(memory)
+
+
+def test_fewer_micro_batches_in_flight_hold_less(tmp_path):
+    x = torch.zeros(4000, 6, dtype=torch.float64)
+    peaks = {}
+    for schedule in ("gpipe", "1f1b"):
+        _, pipe = both(tmp_path, WIDE, schedule=schedule)
+        with pipe.memory() as memory:
+            pipe.step(x, loss_fn=mean_loss)
+        peaks[schedule] = memory.peaks[1].measured_bytes
+    assert peaks["1f1b"] < 0.6 * peaks["gpipe"]

@@ -1,0 +1,193 @@
+"""What each device holds at its fullest: as predicted, and as measured while steps run.
+
+A CUDA device's allocator tells. On the CPU every tensor is counted that a lane's ops make, from
+then until its memory is let go of, beside the parameters, gradients and buffers of the lane's
+stages; what one lane made and another reads is not copied, and counts where it was made.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.runtime import stream
+from fxpipe.runtime.stage import Stage
+
+Job = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """A device's fullest moment of a step, in bytes. `lanes` are those that run on it."""
+
+    device: str
+    lanes: tuple[int, ...]
+    predicted_bytes: int
+    measured_bytes: int | None
+
+    def __str__(self) -> str:
+        lanes = f"lane{'s' * (len(self.lanes) > 1)} {', '.join(map(str, self.lanes))}"
+        told = f"{lanes} on {self.device}: predicted {_mib(self.predicted_bytes)}"
+        return told + (
+            "" if self.measured_bytes is None else f", measured {_mib(self.measured_bytes)}"
+        )
+
+
+class Memory:
+    """`peaks` has a `Peak` for each device; as a context, it measures what runs in the block.
+
+    Lanes of one CUDA device share its memory: their predictions are added up, as if all were at
+    their fullest at once.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        predicted: Sequence[int],
+        stages: Sequence[Stage],
+        count: Callable[["Memory | None"], None],
+    ) -> None:
+        """`count` is told what is to count the lanes' jobs, and at last that nothing is."""
+        self._count = count
+        self._devices = tuple(devices)
+        self._predicted = tuple(predicted)
+        self._stages = tuple(stages)
+        self._measured: dict[int, int] = {}
+        self._tally = Tally(len(devices))
+
+    @property
+    def peaks(self) -> tuple[Peak, ...]:
+        """A `Peak` for each CPU lane and each CUDA device."""
+        return tuple(
+            Peak(
+                str(self._devices[lanes[0]]),
+                lanes,
+                sum(self._predicted[lane] for lane in lanes),
+                self._measured.get(lanes[0]),
+            )
+            for lanes in self._sharing()
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.peaks))
+
+    def __enter__(self) -> "Memory":
+        for stage in self._stages:
+            self._tally.add(stage.lane, _state(stage))
+        for lanes in self._sharing():
+            stream.reset_peak_bytes(self._devices[lanes[0]])
+        self._count(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._count(None)
+        for lanes in self._sharing():
+            peak = stream.peak_bytes(self._devices[lanes[0]])
+            self._measured[lanes[0]] = self._tally.peaks[lanes[0]] if peak is None else peak
+
+    def counted(self, jobs: Sequence[Job]) -> list[Job]:
+        """The lanes' jobs, which are counted as they run."""
+        return [
+            _Counted(self._tally, lane, job) if stream.peak_bytes(device) is None else job
+            for lane, (job, device) in enumerate(zip(jobs, self._devices, strict=True))
+        ]
+
+    def _sharing(self) -> list[tuple[int, ...]]:
+        """The lanes, together where they share memory."""
+        groups: dict[object, list[int]] = {}
+        for lane, device in enumerate(self._devices):
+            groups.setdefault(lane if device.type == "cpu" else device, []).append(lane)
+        return [tuple(lanes) for lanes in groups.values()]
+
+
+class _Reference(weakref.ref[torch.UntypedStorage]):
+    """A tensor's memory, while it is there."""
+
+    __slots__ = ("address", "lane", "n_bytes")
+    address: int
+    lane: int
+    n_bytes: int
+
+
+class Tally:
+    """The bytes that each lane holds. Any thread may add; memory goes when it goes."""
+
+    def __init__(self, n_lanes: int) -> None:
+        self.peaks = [0] * n_lanes
+        self._held = [0] * n_lanes
+        self._known: dict[int, _Reference] = {}
+        # Memory goes at any moment and in any thread: it is only noted then.
+        self._gone: deque[_Reference] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, lane: int, tensors: Iterable[Tensor]) -> None:
+        """Count the memory of `tensors`, each once."""
+        with self._lock:
+            while self._gone:
+                gone = self._gone.popleft()
+                del self._known[gone.address]
+                self._held[gone.lane] -= gone.n_bytes
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and storage.data_ptr() not in self._known:
+                    new = _Reference(storage, self._gone.append)
+                    new.address, new.n_bytes, new.lane = storage.data_ptr(), storage.nbytes(), lane
+                    self._known[new.address] = new
+                    self._held[lane] += new.n_bytes
+            self.peaks[lane] = max(self.peaks[lane], self._held[lane])
+
+
+class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A lane's job; what its ops make is counted."""
+
+    def __init__(self, tally: Tally, lane: int, job: Job) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tally = tally
+        self._lane = lane
+        self._job = job
+
+    def __call__(self) -> None:
+        with self:
+            self._job()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an op."""
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in _tensors((args, *(kwargs or {}).values()))}
+        self._tally.add(
+            self._lane,
+            [t for t in _tensors(result) if t.untyped_storage().data_ptr() not in given],
+        )
+        return result
+
+
+def _tensors(node: Any) -> Iterator[Tensor]:
+    if isinstance(node, Tensor):
+        yield node
+    elif isinstance(node, tuple | list):
+        for child in node:
+            yield from _tensors(child)
+
+
+def _state(stage: Stage) -> Iterator[Tensor]:
+    yield from stage.module.buffers()
+    for parameter in stage.module.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:.1f} MiB"
