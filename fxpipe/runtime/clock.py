@@ -22,11 +22,17 @@ from fxpipe.schedule import Action, Kind
 
 
 class Clock:
-    """One forward of all micro-batches. `bound` names, by stage, the stand-ins of tied weights."""
+    """One forward of all micro-batches. `bound` names, by stage, the stand-ins of tied weights.
 
-    def __init__(self, call: Call, bound: Mapping[int, Iterable[str]]) -> None:
+    Without `dependency` nothing is forked and joined.
+    """
+
+    def __init__(
+        self, call: Call, bound: Mapping[int, Iterable[str]], dependency: bool = True
+    ) -> None:
         self._call = call
         self._bound = bound
+        self._dependency = dependency
         self._phonies: list[Tensor | None] = [None] * call.n
 
     def run_lane(self, lane: int) -> None:
@@ -55,7 +61,7 @@ class Clock:
             # Token ids and the like have no gradient that could be waited for: then this one's
             # backward begins first at least.
             outputs = join(outputs, phony)
-        if torch.is_grad_enabled():
+        if self._dependency and torch.is_grad_enabled():
             outputs, self._phonies[j] = fork(outputs)
         for output, spec in zip(outputs, stage.outputs, strict=True):
             wire = Wire(j, spec.value)

@@ -2,13 +2,14 @@
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import DeviceError, FxpipeError, PackageError
+from fxpipe.runtime.components import Components
 from fxpipe.runtime.imports import module_of, package_of
 from fxpipe.runtime.manifest import Manifest, StageSpec
 from fxpipe.runtime.pipeline import Pipeline
@@ -18,14 +19,21 @@ from fxpipe.schedule import Schedule
 from fxpipe.schedule_check import check
 
 
-def load(path: str | Path, devices: Devices | None = None, *, compile: bool = False) -> Pipeline:
+def load(
+    path: str | Path,
+    devices: Devices | None = None,
+    *,
+    compile: bool = False,
+    without: Collection[str] = (),
+) -> Pipeline:
     """The pipeline of the package in folder `path`, with its weights if it has a folder `weights`.
 
     `devices` are as many as it was compiled for, as in `"cuda:0,cuda:1"`, `"cpu*2"`, or `2`, which
     means CUDA devices if there are enough; without them, those it was compiled for, or their
     number if they are not here. With `compile`, stages go through torch.compile when they first
-    run, save those that draw random numbers. Raises PackageError, with every rule that its files
-    break, WeightsError and DeviceError.
+    run, save those that draw random numbers. `without` leaves out, for comparison, some of
+    "dependency", "streams", "portals" and "checkpoint" (see `Components`). Raises InputError,
+    PackageError, with every rule that its files break, WeightsError and DeviceError.
     """
     folder = Path(path).resolve()
     manifest = Manifest.from_json(_text(folder, "plan.json"))
@@ -35,7 +43,7 @@ def load(path: str | Path, devices: Devices | None = None, *, compile: bool = Fa
     stages = _stages(folder, manifest, lanes, broken)
     buffers = _buffers(folder, manifest, broken)
     _refuse(folder, [*_port_rules(manifest), *broken])
-    pipe = Pipeline(manifest, table, stages, lanes, buffers)
+    pipe = Pipeline(manifest, table, stages, lanes, buffers, Components.without(without))
     if compile:
         for stage in stages:
             stage.compile()

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import DeviceError, InputError
-from fxpipe.runtime import microbatch, ties, trace, weights
+from fxpipe.runtime import microbatch, stream, ties, trace, weights
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.clock import Clock
 from fxpipe.runtime.closure import running
+from fxpipe.runtime.components import ALL, Components
 from fxpipe.runtime.copy import Links, new_copy_streams
 from fxpipe.runtime.end import End, LossFn, Objective
 from fxpipe.runtime.lanes import Lanes
@@ -71,8 +72,11 @@ class Pipeline(nn.Module):
         stages: Sequence[Stage],
         devices: Sequence[torch.device],
         buffers: Mapping[str, Tensor],
+        components: Components = ALL,
     ) -> None:
         super().__init__()
+        manifest, stages = components.applied(manifest, stages)
+        self._components = components
         self._manifest = manifest
         self._schedule = schedule
         # A tuple, so that the stages' modules are not registered a second time.
@@ -115,7 +119,7 @@ class Pipeline(nn.Module):
         microbatch.refuse_unmergeable(self._manifest, self.training)
         inputs, rows, call = self._begin(args, kwargs)
         with ties.copied(self._state.ties, self._state.parameters(self)) as copies:
-            clock = Clock(call, copies)
+            clock = Clock(call, copies, self._components.dependency)
             self._run([partial(clock.run_lane, lane) for lane in range(len(self._devices))], call)
         given = zip(self._manifest.inputs, inputs, strict=True)
         whole = {Wire(CALLER, spec.value): tensor for spec, tensor in given}
@@ -306,7 +310,10 @@ class Pipeline(nn.Module):
         m = self._manifest.microbatches
         if self._workers is None:
             self._workers = Workers(Lanes(self._devices), new_copy_streams(self._devices, m))
-        links = Links(self._devices, self._workers.copies)
+        copies = self._workers.copies
+        if not self._components.streams:
+            copies = [[stream.current_stream(device)] * m for device in self._devices]
+        links = Links(self._devices, copies)
         return Call(self._stages, self._wires[self.training], links, len(self._devices), m)
 
     def _run_rows(

@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Stage `index` on lane `lane`, which is `device`; `path` is its file."""
+    """Stage `index` on lane `lane`, which is `device`; `path` is its file.
+
+    With `relay` its forward is that, which calls the module's.
+    """
 
     index: int
     spec: StageSpec
@@ -28,6 +31,7 @@ class Stage:
     lane: int
     device: torch.device
     path: str
+    relay: Callable[..., Any] | None = None
 
     def compile(self) -> None:
         """Let torch.compile make its forward and backward faster, unless it draws random numbers.
@@ -45,7 +49,7 @@ class Stage:
         given = iter(inputs)
         arguments = [next(given) if self._there(port) else None for port in self.spec.inputs]
         with drawn as mode:
-            returned = self.module(*arguments)
+            returned = (self.relay or self.module)(*arguments)
         outputs = returned if isinstance(returned, tuple) else (returned,)
         fit = len(outputs) == len(self.spec.outputs) and all(
             isinstance(output, Tensor) if self._there(spec) else output is None
