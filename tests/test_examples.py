@@ -23,6 +23,7 @@ SMALL = {
     "unet": {"B": 1, "C": 4},
     "gpt2": {"LAYERS": 4, "HIDDEN": 32, "HEADS": 4, "SEQUENCE": 16, "VOCABULARY": 64},
     "resnet": {"WIDTH": 4, "IMAGE": 32},
+    "amoebanet": {"LAYERS": 3, "FILTERS": 16},
 }
 # Micro-batches of unequal size: 3, 3, 2, 2.
 BATCH, MICROBATCHES = 10, 4
@@ -65,7 +66,7 @@ class Example:
         return package
 
 
-@pytest.fixture(scope="module", params=list(SMALL))
+@pytest.fixture(scope="module", params=["unet", "gpt2", "resnet"])
 def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Example:
     return Example(request.param, tmp_path_factory.mktemp("example"))
 
@@ -82,6 +83,14 @@ def test_example_computes_what_the_plain_model_does(
     assert result.equal, result
     compared = {difference.group: difference.tensors for difference in result.differences}
     assert compared["step(): gradients"] == len(list(example.target.build().parameters()))
+
+
+def test_cells_that_read_the_two_before_them_are_cut_between(tmp_path, monkeypatch):
+    amoebanet = Example("amoebanet", tmp_path)
+    package = amoebanet.compile(2, monkeypatch)
+    assert len(package.manifest.stages[1].inputs) > 1
+    result = verify(package.write(tmp_path / "out"), amoebanet.target)
+    assert result.equal, result
 
 
 def test_skips_go_by_portal(example, monkeypatch):
