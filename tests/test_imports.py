@@ -43,6 +43,7 @@ RULES = {
         "fxpipe.schedule_check",
         "fxpipe.runtime",
     ),
+    "fxpipe.compat": ("fxpipe.errors", "fxpipe.runtime", "fxpipe.compat"),
     "fxpipe.ir": BASE,
     **dict.fromkeys(
         HELPERS,

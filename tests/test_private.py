@@ -21,9 +21,10 @@ PRIVATE = {
     "torch._dynamo.config.allow_rnn": "capture/dynamo.py",
     "torch._C._functorch.get_dynamic_layer_stack_depth": "capture/dynamo.py",
     "torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth": "capture/dynamo.py",
-    "torch.nn.modules.batchnorm._BatchNorm": "capture/dynamo.py",
+    "torch.nn.modules.batchnorm._BatchNorm": "capture/dynamo.py, runtime/batchnorm.py",
     "torch.fx.experimental.symbolic_shapes.ConstraintViolationError": "capture/dynamo.py",
     "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode": "capture/dynamo.py",
+    "torch._compile._disable_dynamo": "runtime/batchnorm.py",
     "torch.ops.higher_order.tag_activation_checkpoint": "capture/graph.py",
     "torch.utils._python_dispatch.TorchDispatchMode": (
         "capture/calls.py, capture/observe.py, memory.py, roofline.py, runtime/memory.py, "

@@ -5,7 +5,7 @@ beside it, so that backward runs the forward again before the stage's gradients 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from fxpipe.errors import StageError
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.dependency import fork, join
 from fxpipe.runtime.random import RandomStream
+from fxpipe.runtime.recomputing import checkpointing, recomputing, versions
 from fxpipe.runtime.stage import Stage, swapped
 
 
@@ -22,6 +23,16 @@ def recomputes(stage: Stage, microbatch: int, n_microbatches: int) -> bool:
     """Whether the stage's checkpoint mode recomputes this micro-batch."""
     mode = stage.spec.checkpoint
     return mode == "always" or (mode == "except_last" and microbatch < n_microbatches - 1)
+
+
+class Replayed(Protocol):
+    """A forward that can be run twice with equal results."""
+
+    def first(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], RandomStream | None]:
+        """The outputs, without a graph, and where its random numbers end."""
+
+    def again(self, inputs: Sequence[Tensor], bound: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """The outputs with their graph; `bound` stand in for parameters of these names."""
 
 
 class Replay:
@@ -41,14 +52,13 @@ class Replay:
 
     def first(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], RandomStream | None]:
         """The outputs, without a graph. Raises StageError."""
-        versions = [_version(tensor) for tensor in inputs]
-        # A cast of a parameter cached without grad would serve later micro-batches without grad.
-        with torch.no_grad(), self._ambient.autocasting(cache=False):
+        before = versions(inputs)
+        with checkpointing(self._ambient):
             outputs, end = self._stage.at(
                 self._action, lambda: self._stage.forward(inputs, self._random)
             )
-        for port, tensor, version in zip(self._stage.inputs, inputs, versions, strict=True):
-            if _version(tensor) != version:
+        for port, was, now in zip(self._stage.inputs, before, versions(inputs), strict=True):
+            if was != now:
                 raise StageError(
                     f"stage {self._stage.index} writes its input {port.parameter!r} in place, so "
                     f"it can't be computed again: make that op not in-place in "
@@ -64,8 +74,7 @@ class Replay:
         # The live buffers hold later micro-batches' values and must not count this one twice.
         buffers = {name: value.clone() for name, value in self._buffers.items()}
         with (
-            torch.enable_grad(),
-            self._ambient.autocasting(self._ambient.autocast_cache),
+            recomputing(self._ambient),
             swapped(stage.module, "_buffers", buffers),
             swapped(stage.module, "_parameters", bound or {}),
         ):
@@ -79,19 +88,23 @@ class _Pass:
     """What Checkpoint and Recompute share of one micro-batch on one stage."""
 
     def __init__(
-        self, replay: Replay, n_inputs: int, parameters: Sequence[str], bound: frozenset[str]
+        self,
+        replay: Replayed,
+        n_inputs: int,
+        parameters: Sequence[str] | None,
+        bound: frozenset[str],
     ) -> None:
         self.replay = replay
         self.random: RandomStream | None = None
-        self._n_inputs = n_inputs
+        self.n_inputs = n_inputs
         self._parameters = parameters
         self._bound = bound
         self._recomputed: tuple[list[Tensor], tuple[Tensor, ...]] | None = None
 
     def recompute(self, tensors: Sequence[Tensor]) -> None:
         """Compute the outputs from `tensors`, which are the inputs and then the parameters."""
-        inputs = [_leaf(tensor) for tensor in tensors[: self._n_inputs]]
-        named = dict(zip(self._parameters, tensors[self._n_inputs :], strict=True))
+        inputs = [_leaf(tensor) for tensor in tensors[: self.n_inputs]]
+        named = dict(zip(self._parameters or (), tensors[self.n_inputs :], strict=True))
         # A tied parameter's stand-in has a history of its own; a leaf in its place ends the graph.
         bound = {name: _leaf(named[name]) for name in self._bound}
         outputs = self.replay.again(inputs, bound)
@@ -108,8 +121,11 @@ class _Pass:
             if grad is not None and output.requires_grad
         ]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        if not roots or not wanted:
+        if not roots or not (wanted or self._parameters is None):
             return [None] * len(leaves)
+        if self._parameters is None:
+            torch.autograd.backward([output for output, _ in roots], [grad for _, grad in roots])
+            return [leaf.grad for leaf in leaves]
         found = iter(
             torch.autograd.grad(
                 [output for output, _ in roots],
@@ -122,19 +138,22 @@ class _Pass:
 
 
 def checkpointed(
-    replay: Replay,
+    replay: Replayed,
     inputs: Sequence[Tensor],
-    parameters: Mapping[str, Tensor],
-    bound: frozenset[str],
+    parameters: Mapping[str, Tensor] | None = None,
+    bound: frozenset[str] = frozenset(),
 ) -> tuple[list[Tensor], RandomStream | None]:
     """The stage's outputs, which will be computed again in backward.
 
     `parameters` are those that the stage's gradient goes to; `bound` names those of them that
-    stand in for a tied parameter of another device.
+    stand in for a tied parameter of another device. Without `parameters`, as in torchgpipe, the
+    gradient goes to the `.grad` of whatever the recomputed graph ends in.
     """
-    shared = _Pass(replay, len(inputs), tuple(parameters), bound)
-    tensors = (*inputs, *parameters.values())
-    outputs: Sequence[Tensor] = Checkpoint.apply(shared, *tensors)  # type: ignore[no-untyped-call]
+    shared = _Pass(replay, len(inputs), None if parameters is None else tuple(parameters), bound)
+    tensors = (*inputs, *(parameters or {}).values())
+    # Where parameters are not named, it may be that no tensor here has a gradient.
+    root = torch.empty(0, requires_grad=parameters is None)
+    outputs: Sequence[Tensor] = Checkpoint.apply(root, shared, *tensors)  # type: ignore[no-untyped-call]
     outputs, phony = fork(outputs)
     if phony is not None:
         outputs = join(outputs, Recompute.apply(phony, shared, *tensors))  # type: ignore[no-untyped-call]
@@ -145,17 +164,19 @@ class Checkpoint(torch.autograd.Function):
     """The stage's forward without a graph; in backward, the gradients of the recomputed one."""
 
     @staticmethod
-    def forward(ctx: Any, shared: _Pass, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def forward(  # noqa: D102
+        ctx: Any, root: Tensor, shared: _Pass, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.shared = shared
-        outputs, shared.random = shared.replay.first(tensors[: shared._n_inputs])
+        outputs, shared.random = shared.replay.first(tensors[: shared.n_inputs])
         ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
-        return None, *ctx.shared.gradients(grads)
+        return None, None, *ctx.shared.gradients(grads)
 
 
 class Recompute(torch.autograd.Function):
@@ -176,7 +197,3 @@ class Recompute(torch.autograd.Function):
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

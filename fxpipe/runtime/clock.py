@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.checkpoint import Replay, checkpointed, recomputes
-from fxpipe.runtime.dependency import fork, join
+from fxpipe.runtime.dependency import Turns
 from fxpipe.runtime.portal import Wire, source_of
 from fxpipe.schedule import Action, Kind
 
@@ -32,8 +32,7 @@ class Clock:
     ) -> None:
         self._call = call
         self._bound = bound
-        self._dependency = dependency
-        self._phonies: list[Tensor | None] = [None] * call.n
+        self._turns = [Turns(dependency) for _ in range(call.n)]
 
     def run_lane(self, lane: int) -> None:
         """Run the lane's part, clock cycle by clock cycle."""
@@ -51,18 +50,9 @@ class Clock:
     def _forward(self, j: int, i: int) -> None:
         call, stage = self._call, self._call.stages[j]
         values = {wire: call.value(wire, j, i)[0] for wire in call.wires.reads[j]}
-        phony, self._phonies[j] = self._phonies[j], None
-        if phony is not None:
-            values = dict(zip(values, join(list(values.values()), phony), strict=True))
-        joined = any(value.requires_grad for value in values.values())
+        values = dict(zip(values, self._turns[j].begin(list(values.values())), strict=True))
         inputs = [values[Wire(source_of(p.source), p.value)] for p in stage.inputs]
-        outputs = self._compute(j, i, inputs)
-        if phony is not None and not joined:
-            # Token ids and the like have no gradient that could be waited for: then this one's
-            # backward begins first at least.
-            outputs = join(outputs, phony)
-        if self._dependency and torch.is_grad_enabled():
-            outputs, self._phonies[j] = fork(outputs)
+        outputs = self._turns[j].end(self._compute(j, i, inputs))
         for output, spec in zip(outputs, stage.outputs, strict=True):
             wire = Wire(j, spec.value)
             if wire in call.wires.readers:

@@ -35,6 +35,39 @@ def join(tensors: Sequence[Tensor], phony: Tensor) -> list[Tensor]:
     return _merge(tensors, mask, joined)
 
 
+class Turns:
+    """Makes backward take the micro-batches of one stage in the opposite order of forward.
+
+    Unless `forks`, it leaves the order to autograd.
+    """
+
+    def __init__(self, forks: bool = True) -> None:
+        self._forks = forks
+        self._phony: Tensor | None = None
+        self._unjoined: Tensor | None = None
+
+    def begin(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The stage's inputs; their backward comes before that of the micro-batch before."""
+        phony, self._phony = self._phony, None
+        if phony is None:
+            return list(inputs)
+        if not any(tensor.requires_grad for tensor in inputs):
+            # Token ids and the like have no gradient that could be waited for: then this one's
+            # backward begins first at least.
+            self._unjoined = phony
+            return list(inputs)
+        return join(inputs, phony)
+
+    def end(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The stage's outputs; their backward waits for the next micro-batch's."""
+        phony, self._unjoined = self._unjoined, None
+        if phony is not None:
+            outputs = join(outputs, phony)
+        if self._forks and torch.is_grad_enabled():
+            outputs, self._phony = fork(outputs)
+        return list(outputs)
+
+
 def _merge(
     tensors: Sequence[Tensor], mask: Sequence[bool], changed: Sequence[Tensor]
 ) -> list[Tensor]:

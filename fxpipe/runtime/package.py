@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import DeviceError, FxpipeError, PackageError
+from fxpipe.runtime.batchnorm import defer
 from fxpipe.runtime.components import Components
 from fxpipe.runtime.imports import module_of, package_of
 from fxpipe.runtime.manifest import Manifest, StageSpec
@@ -24,6 +25,7 @@ def load(
     devices: Devices | None = None,
     *,
     compile: bool = False,
+    deferred_batch_norm: bool = False,
     without: Collection[str] = (),
 ) -> Pipeline:
     """The pipeline of the package in folder `path`, with its weights if it has a folder `weights`.
@@ -31,9 +33,11 @@ def load(
     `devices` are as many as it was compiled for, as in `"cuda:0,cuda:1"`, `"cpu*2"`, or `2`, which
     means CUDA devices if there are enough; without them, those it was compiled for, or their
     number if they are not here. With `compile`, stages go through torch.compile when they first
-    run, save those that draw random numbers. `without` leaves out, for comparison, some of
-    "dependency", "streams", "portals" and "checkpoint" (see `Components`). Raises InputError,
-    PackageError, with every rule that its files break, WeightsError and DeviceError.
+    run, save those that draw random numbers. With `deferred_batch_norm`, batch norms update their
+    running statistics once for all micro-batches, as the plain model does for a batch. `without`
+    leaves out, for comparison, some of "dependency", "streams", "portals" and "checkpoint" (see
+    `Components`). Raises InputError, PackageError, with every rule that its files break,
+    WeightsError and DeviceError.
     """
     folder = Path(path).resolve()
     manifest = Manifest.from_json(_text(folder, "plan.json"))
@@ -43,6 +47,8 @@ def load(
     stages = _stages(folder, manifest, lanes, broken)
     buffers = _buffers(folder, manifest, broken)
     _refuse(folder, [*_port_rules(manifest), *broken])
+    if deferred_batch_norm:
+        _defer(manifest, stages)
     pipe = Pipeline(manifest, table, stages, lanes, buffers, Components.without(without))
     if compile:
         for stage in stages:
@@ -65,6 +71,16 @@ def read(path: str | Path) -> Manifest:
         _stages(folder, manifest, [torch.device("meta")] * len(manifest.devices), broken)
     _refuse(folder, [*_port_rules(manifest), *broken])
     return manifest
+
+
+def _defer(manifest: Manifest, stages: Sequence[Stage]) -> None:
+    for stage in stages:
+        try:
+            defer(stage.module, stage.spec.mutated_buffers, manifest.microbatches)
+        except ValueError as error:
+            raise PackageError(
+                f"{stage.spec.file}: {error}; load without deferred_batch_norm"
+            ) from error
 
 
 def _refuse(folder: Path, broken: Sequence[str]) -> None:

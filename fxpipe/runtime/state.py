@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from fxpipe.runtime.batchnorm import deferred
 from fxpipe.runtime.manifest import StateSpec
 from fxpipe.runtime.stage import Stage, holder_of
 from fxpipe.runtime.ties import Tie
@@ -42,6 +43,7 @@ class State:
     ) -> None:
         self._specs = specs
         self._stages = stages
+        self._deferred = deferred(stage.module for stage in stages)
         self._uses: dict[str, list[tuple[Stage, str]]] = {}
         first_names = {spec.name: _first_name(spec) for spec in specs}
         for stage in stages:
@@ -83,7 +85,12 @@ class State:
                     put(stage.module, name, tensor.to(stage.device))
 
     def take_buffers(self, root: nn.Module) -> None:
-        """Take over buffers that a stage's forward replaced instead of writing into them."""
+        """After a call, take over buffers that a stage replaced instead of writing into them.
+
+        What deferred batch norms know of a mini-batch that failed is dropped.
+        """
+        for norm in self._deferred:
+            norm.begin(norm.chunks)
         for stage in self._stages:
             for name in stage.spec.mutated_buffers:
                 put(root, name, _get(stage.module, name))

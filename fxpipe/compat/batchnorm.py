@@ -1,0 +1,5 @@
+"""`torchgpipe.batchnorm`."""
+
+from fxpipe.runtime.batchnorm import DeferredBatchNorm
+
+__all__ = ["DeferredBatchNorm"]
