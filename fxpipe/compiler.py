@@ -43,11 +43,11 @@ def compile(
     """Compile `model`, called as `model(*args, **kwargs)`, into a pipeline of one stage a device.
 
     `args` and `kwargs` hold one whole batch (dimension 0), which is cut into `microbatches`.
-    `devices` is a count, a list, or text such as `"cuda:0,cuda:1"` and `"cpu*4"`. `schedule` is
-    gpipe or 1f1b, `checkpoint` never, except_last or always, `solver` dp, beam or cpsat. A given
-    `profile` must be of the same model and micro-batch; text such as `analytic:h100` has it worked
-    out for that device, and a model built `without_memory()` needs that. `progress` is told each
-    pass as it starts.
+    `devices` is a count, a list, or text such as `"cuda:0,cuda:1"`, `"cpu*4"` and `"cuda:0/4"`.
+    `schedule` is gpipe or 1f1b, `checkpoint` never, except_last or always, `solver` dp, beam or
+    cpsat. A given `profile` must be of the same model and micro-batch; text such as
+    `analytic:h100` has it worked out for that device, and a model built `without_memory()` needs
+    that. `progress` is told each pass as it starts.
 
     With `allow_graph_breaks`, a model that can't be captured as one graph gives a package of its
     largest part that can: `manifest.part` names it, and `splice` puts it into the model.

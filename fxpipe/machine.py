@@ -10,30 +10,31 @@ from collections.abc import Sequence
 import torch
 
 from fxpipe.ir import Link
-from fxpipe.runtime.stream import synchronize
+from fxpipe.runtime.stream import Device, place, synchronize
 
 _SMALL_BYTES = 4 * 1024
 _LARGE_BYTES = 64 * 1024**2
 
 
-def capacity_bytes(devices: Sequence[torch.device]) -> int:
-    """Bytes that the smallest device holds; CPU lanes share the machine's memory evenly."""
+def capacity_bytes(devices: Sequence[Device]) -> int:
+    """Bytes that the smallest device holds; those on one machine's or GPU's memory share it."""
     capacities = []
-    for device in devices:
+    places = [place(device) for device in devices]
+    for device in places:
         if device.type == "cuda":
             whole = int(torch.cuda.get_device_properties(device).total_memory)
         else:
             whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        capacities.append(whole // devices.count(device))
+        capacities.append(whole // places.count(device))
     return min(capacities)
 
 
-def measure_link(devices: Sequence[torch.device]) -> Link:
+def measure_link(devices: Sequence[Device]) -> Link:
     """Latency and bandwidth from the first device to the next.
 
     Lanes of one device hand a tensor over without copying it: what remains is to wake a thread.
     """
-    source, target = devices[0], devices[min(1, len(devices) - 1)]
+    source, target = place(devices[0]), place(devices[min(1, len(devices) - 1)])
     if source == target:
         return Link(latency_ms=_hand_over_ms(), bytes_per_ms=float("inf"))
     small, large = (_copy_ms(source, target, n_bytes) for n_bytes in (_SMALL_BYTES, _LARGE_BYTES))

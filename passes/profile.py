@@ -18,7 +18,7 @@ from fxpipe.interpret import DTYPE, TRAINING, run_graph, untouched
 from fxpipe.ir import Capture, OpCost, Profile
 from fxpipe.machine import capacity_bytes, measure_link
 from fxpipe.meter import Meter, StopWatch, backward_ms, first_microbatch
-from fxpipe.runtime.stream import threads_per_lane
+from fxpipe.runtime.stream import Device, current_stream, place, threads_per_lane, use_streams
 
 _REPEATS = 5
 
@@ -29,20 +29,21 @@ def profile(
     inputs: Sequence[Tensor],
     *,
     n_microbatches: int,
-    devices: Sequence[torch.device],
+    devices: Sequence[Device],
 ) -> Profile:
     """Run the graph on one micro-batch of `inputs` and measure each kind of op in it.
 
     Times are those of `devices[0]`, with the threads that one lane has. Raises InputError if there
     are more micro-batches than rows, or if the model does not take so few.
     """
-    device = devices[0]
+    device = place(devices[0])
     threads = torch.get_num_threads()
     torch.set_num_threads(threads_per_lane(devices))
     try:
         with (
             first_microbatch(capture, inputs, n_microbatches) as microbatch,
             untouched(model, capture.state),
+            use_streams([current_stream(devices[0])]),
         ):
             given = [tensor.to(device) for tensor in microbatch]
             model.train()
@@ -54,7 +55,7 @@ def profile(
     return Profile(
         costs=costs,
         link=measure_link(devices),
-        device=str(device),
+        device=str(devices[0]),
         capacity_bytes=capacity_bytes(devices),
         batch=-(-capture.batch // n_microbatches),
         fingerprint=capture.fingerprint,

@@ -60,8 +60,8 @@ RULES = {
     "fxpipe.passes": (*BASE, *HELPERS),
     "fxpipe.codegen": (*BASE, *HELPERS, "fxpipe.codegen"),
 }
-# safetensors is imported when weights are read, and not before.
-RUNTIME_MAY_IMPORT = {"torch", "fxpipe", "safetensors", *sys.stdlib_module_names}
+# safetensors is imported when weights are read, cuda when a GPU is cut, and not before.
+RUNTIME_MAY_IMPORT = {"torch", "fxpipe", "safetensors", "cuda", *sys.stdlib_module_names}
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -1,7 +1,8 @@
 """Values from one device to another, over copy streams that leave the compute streams free.
 
 After torchgpipe (section 3.2). Between lanes of one device nothing is copied: `send` and `receive`
-then hand on the very tensor.
+then hand on the very tensor. If they compute on different streams, as virtual devices do, the
+reader's waits for the maker's.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.runtime import stream
-from fxpipe.runtime.stream import Stream
+from fxpipe.runtime.stream import Device, Stream
 from fxpipe.runtime.trace import Recorder
 
 
@@ -30,16 +31,16 @@ class Links:
 
     recorder: Recorder | None = None
 
-    def __init__(self, devices: Sequence[torch.device], copies: Sequence[Sequence[Stream]]) -> None:
+    def __init__(self, devices: Sequence[Device], copies: Sequence[Sequence[Stream]]) -> None:
         self._ends = [
-            [End(device, stream.current_stream(device), copy) for copy in lane_copies]
+            [End(stream.place(device), stream.current_stream(device), copy) for copy in lane_copies]
             for device, lane_copies in zip(devices, copies, strict=True)
         ]
 
     def send(self, tensor: Tensor, source: int, target: int, microbatch: int) -> Tensor:
         """Start the way of `tensor` from lane to lane; called on the source's lane."""
         ends = self._ends[source][microbatch], self._ends[target][microbatch]
-        if self.recorder is None or not _apart(*ends):
+        if self.recorder is None or ends[0].device == ends[1].device:
             return _send(tensor, *ends)
         stream.wait_stream(ends[0].copy, ends[0].compute)  # which is no part of the copy
         with self.recorder.copying(source, f"{microbatch} to {target}", ends[0].copy):
@@ -50,7 +51,7 @@ class Links:
         return _receive(tensor, self._ends[source][microbatch], self._ends[target][microbatch])
 
 
-def new_copy_streams(devices: Sequence[torch.device], n_microbatches: int) -> list[list[Stream]]:
+def new_copy_streams(devices: Sequence[Device], n_microbatches: int) -> list[list[Stream]]:
     """A copy stream per lane and micro-batch."""
     return [[stream.new_stream(device) for _ in range(n_microbatches)] for device in devices]
 
@@ -58,24 +59,31 @@ def new_copy_streams(devices: Sequence[torch.device], n_microbatches: int) -> li
 def _send(tensor: Tensor, source: End, target: End) -> Tensor:
     if not _apart(source, target):
         return tensor
-    if not (torch.is_grad_enabled() and tensor.requires_grad):
-        _wait(tensor, source.copy, source.compute)
-        return _copy(tensor, source, target)
-    waited: Tensor = Wait.apply(source.copy, source.compute, tensor)  # type: ignore[no-untyped-call]
+    waited = _waited(tensor, source.copy, source.compute)
+    if source.device == target.device:
+        return waited
+    if not (torch.is_grad_enabled() and waited.requires_grad):
+        return _copy(waited, source, target)
     return Copy.apply(source, target, waited)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _receive(tensor: Tensor, source: End, target: End) -> Tensor:
     if not _apart(source, target):
         return tensor
-    if not (torch.is_grad_enabled() and tensor.requires_grad):
-        _wait(tensor, target.compute, target.copy)
-        return tensor
-    return Wait.apply(target.compute, target.copy, tensor)  # type: ignore[no-any-return, no-untyped-call]
+    # Where nothing is copied, the source's copy stream tells that the tensor is there.
+    last = source if source.device == target.device else target
+    return _waited(tensor, target.compute, last.copy)
 
 
 def _apart(source: End, target: End) -> bool:
-    return source.device != target.device
+    return source.device != target.device or source.compute != target.compute
+
+
+def _waited(tensor: Tensor, waiting: Stream, awaited: Stream) -> Tensor:
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return Wait.apply(waiting, awaited, tensor)  # type: ignore[no-any-return, no-untyped-call]
+    _wait(tensor, waiting, awaited)
+    return tensor
 
 
 def _wait(tensor: Tensor, waiting: Stream, awaited: Stream) -> None:

@@ -11,7 +11,7 @@ import torch
 from fxpipe.runtime import stream
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.mailbox import StoppedError
-from fxpipe.runtime.stream import Stream
+from fxpipe.runtime.stream import Device, Stream
 
 Job = Callable[[], None]
 _Queue = SimpleQueue[Job | None]
@@ -20,7 +20,7 @@ _Queue = SimpleQueue[Job | None]
 class Lanes:
     """The worker threads of one pipeline, one per device."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = tuple(devices)
         self._queues: tuple[_Queue, ...] = tuple(SimpleQueue() for _ in devices)
         # The threads know only their queues: the pipeline can be collected while they idle.
@@ -45,7 +45,7 @@ class Lanes:
         threads_before = torch.get_num_threads()
         n_threads = stream.threads_per_lane(self._devices)
         # A lane computes on the caller's current stream: what the caller launched before comes
-        # before, what it launches afterwards after.
+        # before, what it launches afterwards after. (Virtual devices have streams of their own.)
         streams = [stream.current_stream(device) for device in self._devices]
         failures: list[BaseException] = []
         assignments = [

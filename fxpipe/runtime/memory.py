@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.runtime import stream
 from fxpipe.runtime.stage import Stage
+from fxpipe.runtime.stream import Device
 
 Job = Callable[[], None]
 
@@ -48,7 +49,7 @@ class Memory:
 
     def __init__(
         self,
-        devices: Sequence[torch.device],
+        devices: Sequence[Device],
         predicted: Sequence[int],
         stages: Sequence[Stage],
         count: Callable[["Memory | None"], None],
@@ -66,7 +67,7 @@ class Memory:
         """A `Peak` for each CPU lane and each CUDA device."""
         return tuple(
             Peak(
-                str(self._devices[lanes[0]]),
+                str(stream.place(self._devices[lanes[0]])),
                 lanes,
                 sum(self._predicted[lane] for lane in lanes),
                 self._measured.get(lanes[0]),
@@ -102,7 +103,8 @@ class Memory:
         """The lanes, together where they share memory."""
         groups: dict[object, list[int]] = {}
         for lane, device in enumerate(self._devices):
-            groups.setdefault(lane if device.type == "cpu" else device, []).append(lane)
+            where = stream.place(device)
+            groups.setdefault(lane if where.type == "cpu" else where, []).append(lane)
         return [tuple(lanes) for lanes in groups.values()]
 
 

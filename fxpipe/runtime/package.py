@@ -15,7 +15,7 @@ from fxpipe.runtime.imports import module_of, package_of
 from fxpipe.runtime.manifest import Manifest, StageSpec
 from fxpipe.runtime.pipeline import Pipeline
 from fxpipe.runtime.stage import Stage
-from fxpipe.runtime.stream import Devices, parse_devices
+from fxpipe.runtime.stream import Device, Devices, parse_devices, place
 from fxpipe.schedule import Schedule
 from fxpipe.schedule_check import check
 
@@ -30,14 +30,14 @@ def load(
 ) -> Pipeline:
     """The pipeline of the package in folder `path`, with its weights if it has a folder `weights`.
 
-    `devices` are as many as it was compiled for, as in `"cuda:0,cuda:1"`, `"cpu*2"`, or `2`, which
-    means CUDA devices if there are enough; without them, those it was compiled for, or their
-    number if they are not here. With `compile`, stages go through torch.compile when they first
-    run, save those that draw random numbers. With `deferred_batch_norm`, batch norms update their
-    running statistics once for all micro-batches, as the plain model does for a batch. `without`
-    leaves out, for comparison, some of "dependency", "streams", "portals" and "checkpoint" (see
-    `Components`). Raises InputError, PackageError, with every rule that its files break,
-    WeightsError and DeviceError.
+    `devices` are as many as it was compiled for, as in `"cuda:0,cuda:1"`, `"cuda:0/2"` (one GPU
+    cut in two), `"cpu*2"`, or `2`, which means CUDA devices if there are enough; without them,
+    those it was compiled for, or their number if they are not here. With `compile`, stages go
+    through torch.compile when they first run, save those that draw random numbers. With
+    `deferred_batch_norm`, batch norms update their running statistics once for all micro-batches,
+    as the plain model does for a batch. `without` leaves out, for comparison, some of
+    "dependency", "streams", "portals" and "checkpoint" (see `Components`). Raises InputError,
+    PackageError, with every rule that its files break, WeightsError and DeviceError.
     """
     folder = Path(path).resolve()
     manifest = Manifest.from_json(_text(folder, "plan.json"))
@@ -102,7 +102,7 @@ def _text(folder: Path, file: str) -> str:
         ) from error
 
 
-def _devices(manifest: Manifest, devices: Devices | None) -> tuple[torch.device, ...]:
+def _devices(manifest: Manifest, devices: Devices | None) -> tuple[Device, ...]:
     if devices is None:
         try:
             return parse_devices(manifest.devices)
@@ -159,7 +159,7 @@ def _who(stage: int | None) -> str:
 
 
 def _stages(
-    folder: Path, manifest: Manifest, lanes: Sequence[torch.device], broken: list[str]
+    folder: Path, manifest: Manifest, lanes: Sequence[Device], broken: list[str]
 ) -> list[Stage]:
     package = package_of(folder)
     importlib.invalidate_caches()
@@ -171,7 +171,7 @@ def _stages(
             if module is None or not 0 <= spec.device < len(lanes):
                 continue
             broken += _state_rules(manifest, spec, module)
-            device = lanes[spec.device]
+            device = place(lanes[spec.device])
             stages.append(
                 Stage(j, spec, module.to(device), spec.device, device, str(folder / spec.file))
             )

@@ -28,7 +28,7 @@ from fxpipe.runtime.random import RandomStream, microbatch_seeds
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.state import State
 from fxpipe.runtime.step import Step
-from fxpipe.runtime.stream import Stream
+from fxpipe.runtime.stream import Device, Stream
 from fxpipe.runtime.structure import Structure, rebuild
 from fxpipe.runtime.weight_files import WeightFiles
 from fxpipe.schedule import Action, Schedule
@@ -70,7 +70,7 @@ class Pipeline(nn.Module):
         manifest: Manifest,
         schedule: Schedule,
         stages: Sequence[Stage],
-        devices: Sequence[torch.device],
+        devices: Sequence[Device],
         buffers: Mapping[str, Tensor],
         components: Components = ALL,
     ) -> None:
@@ -99,7 +99,7 @@ class Pipeline(nn.Module):
         return self._manifest
 
     @property
-    def devices(self) -> tuple[torch.device, ...]:
+    def devices(self) -> tuple[Device, ...]:
         """The devices it runs on, one lane each."""
         return self._devices
 
@@ -249,13 +249,16 @@ class Pipeline(nn.Module):
         lines = [
             f"{self._manifest.model} in {len(self._stages)} stages, "
             f"{self._manifest.microbatches} micro-batches, {self._manifest.schedule}:",
-            *(f"  stage {s.index} on {s.device}: {s.spec.ops} ops" for s in self._stages),
+            *(
+                f"  stage {s.index} on {self._devices[s.lane]}: {s.spec.ops} ops"
+                for s in self._stages
+            ),
         ]
         return "\n".join(lines)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Pipeline":
         """Refuse to move; change dtypes of stages and tree alike."""
-        for device in set(self._devices):
+        for device in set(map(stream.place, self._devices)):
             try:
                 moved = fn(torch.empty(0, device=device)).device != device
             except (AssertionError, RuntimeError) as error:
@@ -340,6 +343,7 @@ class Pipeline(nn.Module):
         if self._memory is not None:
             jobs = self._memory.counted(jobs)
         try:
-            self._workers.lanes.run(jobs, call.stop, meanwhile)
+            with stream.joined(self._devices):
+                self._workers.lanes.run(jobs, call.stop, meanwhile)
         finally:
             self._state.take_buffers(self)

@@ -25,6 +25,7 @@ from fxpipe.runtime.pipeline import Visit
 from fxpipe.runtime.portal import CALLER, Wire
 from fxpipe.runtime.random import RandomStream, borrowed, microbatch_seeds
 from fxpipe.runtime.step import Step
+from fxpipe.runtime.virtual import VirtualDevice
 from fxpipe.schedule import Action, Kind, clock_order
 
 
@@ -91,6 +92,11 @@ class Runner:
                 'with torch.compile(module, backend="fxpipe", ...)'
             )
         visit: Visit = turn.closure.call
+        if any(isinstance(device, VirtualDevice) for device in visit.pipe.devices):
+            raise InputError(
+                "a Runner's closures compute on the caller's stream, which no virtual device's "
+                "stages follow: load the package with other devices, or call step()"
+            )
         if visit.pipe.manifest.microbatches != self._m:
             raise InputError(
                 f"the pipeline of {visit.pipe.manifest.model} was compiled for "

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import DeviceError
+from fxpipe.runtime import virtual
+from fxpipe.runtime.virtual import VirtualDevice
 
 
 class CpuStream:
@@ -25,18 +27,19 @@ CPU_STREAM = CpuStream()
 # A moment: the host's clock in milliseconds, or an event of a CUDA stream.
 Mark = float | torch.cuda.Event
 
-Devices = str | int | torch.device | Sequence[str | torch.device]
+Device = torch.device | VirtualDevice
+Devices = str | int | Device | Sequence[str | Device]
 
 
-def parse_devices(devices: Devices) -> tuple[torch.device, ...]:
+def parse_devices(devices: Devices) -> tuple[Device, ...]:
     """The devices that `"cpu*4"`, `"cuda:0,cuda:1"`, `"2"`, `2` or a list of such names.
 
-    A count means that many CUDA devices if there are enough, else that many CPU lanes. Raises
-    DeviceError.
+    `"cuda:0/4"` is one GPU as four devices, and `"cuda:0/4#1"` the second of them. A count means
+    that many CUDA devices if there are enough, else that many CPU lanes. Raises DeviceError.
     """
     if isinstance(devices, int) or (isinstance(devices, str) and devices.strip().isdecimal()):
         return _counted(int(devices))
-    if isinstance(devices, torch.device):
+    if isinstance(devices, Device):
         devices = [devices]
     if not isinstance(devices, str | Iterable):
         raise DeviceError(f"devices are a count, a text or a list of names, not {devices!r}")
@@ -47,7 +50,7 @@ def parse_devices(devices: Devices) -> tuple[torch.device, ...]:
     return found
 
 
-def _counted(count: int) -> tuple[torch.device, ...]:
+def _counted(count: int) -> tuple[Device, ...]:
     if count < 1:
         raise DeviceError(f"{count} devices: a pipeline needs at least one")
     if torch.cuda.is_available() and torch.cuda.device_count() >= count:
@@ -55,12 +58,19 @@ def _counted(count: int) -> tuple[torch.device, ...]:
     return (torch.device("cpu"),) * count
 
 
-def _named(item: str | torch.device) -> tuple[torch.device, ...]:
-    match = re.fullmatch(r"\s*([a-z]+)(?::(\d+))?(?:\*(\d+))?\s*", str(item))
+_NAME = re.compile(r"\s*([a-z]+)(?::(\d+))?(?:/(\d+)(?:#(\d+))?|\*(\d+))?\s*")
+
+
+def _named(item: str | Device) -> tuple[Device, ...]:
+    match = _NAME.fullmatch(str(item))
     if match is None:
-        raise DeviceError(f"{str(item)!r} is no device: write cpu, cpu*4, cuda:0 or cuda:0,cuda:1")
-    kind, index, times = match[1], int(match[2] or 0), int(match[3] or 1)
+        raise DeviceError(
+            f"{str(item)!r} is no device: write cpu, cpu*4, cuda:0, cuda:0,cuda:1 or cuda:0/4"
+        )
+    kind, index, times = match[1], int(match[2] or 0), int(match[5] or 1)
     if kind == "cpu":
+        if match[3]:
+            raise DeviceError(f"{str(item).strip()!r}: several lanes on the CPU are cpu*{match[3]}")
         return (torch.device("cpu"),) * times
     if kind != "cuda":
         raise DeviceError(f"{str(item).strip()!r}: fxpipe runs on cpu and cuda devices")
@@ -70,16 +80,32 @@ def _named(item: str | torch.device) -> tuple[torch.device, ...]:
             f"{str(item).strip()!r} is not there: this machine has {n_cuda} CUDA devices. "
             "CPU lanes always work, as in cpu*2"
         )
+    if match[3]:
+        groups = virtual.cut(index, int(match[3]))
+        if match[4] is None:
+            return groups
+        if int(match[4]) >= len(groups):
+            raise DeviceError(f"{str(item).strip()!r}: its groups are #0 to #{len(groups) - 1}")
+        return (groups[int(match[4])],)
     return (torch.device("cuda", index),) * times
 
 
-def new_stream(device: torch.device) -> Stream:
+def place(device: Device) -> torch.device:
+    """Where the tensors of a lane on `device` are."""
+    return device.place if isinstance(device, VirtualDevice) else device
+
+
+def new_stream(device: Device) -> Stream:
     """A stream of its own on `device`."""
+    if isinstance(device, VirtualDevice):
+        return virtual.new_stream(device)
     return torch.cuda.Stream(device) if device.type == "cuda" else CPU_STREAM  # type: ignore[no-untyped-call]
 
 
-def current_stream(device: torch.device) -> Stream:
-    """The stream that this thread uses on `device`."""
+def current_stream(device: Device) -> Stream:
+    """The stream that this thread uses on `device`; a virtual device has one for all threads."""
+    if isinstance(device, VirtualDevice):
+        return virtual.compute_stream(device)
     return torch.cuda.current_stream(device) if device.type == "cuda" else CPU_STREAM
 
 
@@ -132,21 +158,39 @@ def use_streams(streams: Sequence[Stream]) -> Iterator[None]:
         torch.cuda.set_device(before)
 
 
-def synchronize(device: torch.device) -> None:
+@contextmanager
+def joined(devices: Sequence[Device]) -> Iterator[None]:
+    """What the block launches on the devices follows what this thread has launched before.
+
+    What this thread launches afterwards follows the block. Only a virtual device's stream is
+    another than this thread's.
+    """
+    pairs = [(current_stream(device), current_stream(place(device))) for device in devices]
+    for own, callers in pairs:
+        wait_stream(own, callers)
+    try:
+        yield
+    finally:
+        for own, callers in pairs:
+            wait_stream(callers, own)
+
+
+def synchronize(device: Device) -> None:
     """Wait until `device` has done all that was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if place(device).type == "cuda":
+        torch.cuda.synchronize(place(device))
 
 
-def peak_bytes(device: torch.device) -> int | None:
+def peak_bytes(device: Device) -> int | None:
     """What `device` has held at its fullest since `reset_peak_bytes`; None of a CPU lane."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    where = place(device)
+    return torch.cuda.max_memory_allocated(where) if where.type == "cuda" else None
 
 
-def reset_peak_bytes(device: torch.device) -> None:
+def reset_peak_bytes(device: Device) -> None:
     """Begin to look for the fullest moment."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if place(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(place(device))
 
 
 def mark(on: Stream) -> Mark:
@@ -176,10 +220,13 @@ def generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[index]
 
 
-def threads_per_lane(devices: Sequence[torch.device]) -> int:
-    """How many threads each CPU lane's ops may use, so that all lanes together use what one did."""
-    lanes = sum(device.type == "cpu" for device in devices)
-    return max(1, torch.get_num_threads() // max(1, lanes))
+def threads_per_lane(devices: Sequence[Device]) -> int:
+    """How many threads each lane's ops may use: CPU lanes one each, a lane alone all.
+
+    So a lane is as fast on any number of cores, as devices are, as long as each lane has one.
+    """
+    lanes = sum(place(device).type == "cpu" for device in devices)
+    return 1 if lanes > 1 else torch.get_num_threads()
 
 
 def use_threads(count: int) -> None:

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fxpipe.runtime import stream
-from fxpipe.runtime.stream import Mark, Stream
+from fxpipe.runtime.stream import Device, Mark, Stream
 from fxpipe.schedule import Action, Schedule
 
 COPY = "copy"
@@ -47,7 +45,7 @@ class _Marked:
 class Recorder:
     """Marks what the lanes of one step do. Any lane's thread may record."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = tuple(devices)
         self._marked: list[_Marked] = []
         self._starts: list[list[Mark]] = [[] for _ in devices]

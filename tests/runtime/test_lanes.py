@@ -71,12 +71,12 @@ def test_lanes_carry_the_callers_grad_mode_and_autocast():
     seen()
 
 
-def test_lanes_share_the_callers_threads_and_leave_its_number_alone():
+def test_lanes_have_a_thread_each_and_leave_the_callers_number_alone():
     torch.set_num_threads(4)
     lanes = Lanes([CPU, CPU])
     found = []
     lanes.run([lambda: found.append(torch.get_num_threads())] * 2, lambda: None)
-    assert found == [2, 2]
+    assert found == [1, 1]
     assert torch.get_num_threads() == 4
     fresh = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
     fresh.start()
