@@ -79,9 +79,10 @@ def gather(outputs: Sequence[Any]) -> Any:
 
 
 def _gathered(values: Sequence[Any]) -> Any:
-    if len({isinstance(value, Tensor) for value in values}) > 1:
-        kinds = " and ".join(sorted({type(value).__name__ for value in values}))
-        raise TypeError(f"Types for microbatch outputs do not match, found: {kinds}")
+    kinds = dict.fromkeys(type(value) for value in values)
+    if len(kinds) > 1:
+        found = " and ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"Types for microbatch outputs do not match, found: {found}")
     if not isinstance(values[0], Tensor):
         return list(values)
     return torch.cat(tuple(values))

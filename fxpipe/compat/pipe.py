@@ -53,6 +53,10 @@ class LocalValue:
         """True: it is this process's."""
         return True
 
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """The value's backward; distributed autograd has no part in it."""
+        self._value.backward(retain_graph=retain_graph)
+
 
 class PipeSequential(nn.Sequential):
     """A Sequential whose layers get a tuple's items as arguments."""
