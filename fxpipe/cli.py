@@ -36,6 +36,8 @@ class ScheduleName(StrEnum):
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    BFS = "bfs"
 
 
 class CheckpointName(StrEnum):
@@ -80,6 +82,10 @@ def compile_command(
         typer.Option(min=1, help="[default: twice the devices, at most the batch]"),
     ] = None,
     schedule: Annotated[ScheduleName, typer.Option()] = ScheduleName.ONE_F_ONE_B,
+    loops: Annotated[
+        int | None,
+        typer.Option(min=1, help="Stages a device [default: 2 under interleaved and bfs, else 1]"),
+    ] = None,
     checkpoint: Annotated[
         CheckpointName, typer.Option(help="Micro-batches that are recomputed in backward.")
     ] = CheckpointName.NEVER,
@@ -148,6 +154,7 @@ def compile_command(
                 devices=devices,
                 microbatches=microbatches or min(batch, 2 * len(used)),
                 schedule=schedule.value,
+                loops=loops,
                 checkpoint=checkpoint.value,
                 solver=solver.value,
                 profile=costs,

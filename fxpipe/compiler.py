@@ -20,6 +20,8 @@ from fxpipe.partial import largest_part
 from fxpipe.passes.analytic import analytic
 from fxpipe.passes.linearize import linearize
 from fxpipe.passes.order import NAMES as SCHEDULES
+from fxpipe.passes.order import build as build_schedule
+from fxpipe.passes.order import usual_loops
 from fxpipe.passes.partition import SOLVERS, partition
 from fxpipe.passes.portals import wire
 from fxpipe.passes.profile import profile as profile_ops
@@ -34,20 +36,22 @@ def compile(
     devices: Devices,
     microbatches: int,
     schedule: str = "1f1b",
+    loops: int | None = None,
     checkpoint: str = "never",
     solver: str = "dp",
     profile: Profile | str | None = None,
     allow_graph_breaks: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Package:
-    """Compile `model`, called as `model(*args, **kwargs)`, into a pipeline of one stage a device.
+    """Compile `model`, called as `model(*args, **kwargs)`, into a pipeline.
 
     `args` and `kwargs` hold one whole batch (dimension 0), which is cut into `microbatches`.
     `devices` is a count, a list, or text such as `"cuda:0,cuda:1"`, `"cpu*4"` and `"cuda:0/4"`.
-    `schedule` is gpipe or 1f1b, `checkpoint` never, except_last or always, `solver` dp, beam or
-    cpsat. A given `profile` must be of the same model and micro-batch; text such as
-    `analytic:h100` has it worked out for that device, and a model built `without_memory()` needs
-    that. `progress` is told each pass as it starts.
+    `schedule` is gpipe, 1f1b, interleaved or bfs; `loops`, the stages a device, are 2 under the
+    last two, else 1. `checkpoint` is never, except_last or always, `solver` dp, beam or cpsat. A given `profile` must
+    be of the same model and micro-batch; text such as `analytic:h100` has it worked out for that
+    device, and a model built `without_memory()` needs that. `progress` is told each pass as it
+    starts.
 
     With `allow_graph_breaks`, a model that can't be captured as one graph gives a package of its
     largest part that can: `manifest.part` names it, and `splice` puts it into the model.
@@ -55,7 +59,9 @@ def compile(
     The model is left as it was. Raises an FxpipeError for whatever can't be done.
     """
     lanes = parse_devices(devices)
-    _check_settings(microbatches, schedule, checkpoint, solver)
+    loops = usual_loops(schedule, len(lanes)) if loops is None else loops
+    _check_settings(microbatches, loops, schedule, checkpoint, solver)
+    build_schedule(schedule, len(lanes), microbatches, loops)
     _check_costs(model, profile)
     line = _Line(progress)
     with line("capture"):
@@ -81,7 +87,8 @@ def compile(
     with line("partition"):
         plan = partition(
             chain,
-            n_stages=len(lanes),
+            n_stages=len(lanes) * loops,
+            loops=loops,
             n_microbatches=microbatches,
             schedule=schedule,
             checkpoint=CheckpointMode(checkpoint),
@@ -98,11 +105,14 @@ def compile(
     return Package(manifest, captured, profile, chain, plan, wiring, files, line.seconds)
 
 
-def _check_settings(microbatches: object, schedule: str, checkpoint: str, solver: str) -> None:
+def _check_settings(
+    microbatches: object, loops: object, schedule: str, checkpoint: str, solver: str
+) -> None:
     """Before the work rather than after it, and all at once."""
     wrong = []
-    if not isinstance(microbatches, int) or microbatches < 1:
-        wrong.append(f"microbatches is a whole number, at least 1, not {microbatches!r}")
+    for what, count in (("microbatches", microbatches), ("loops", loops)):
+        if not isinstance(count, int) or count < 1:
+            wrong.append(f"{what} is a whole number, at least 1, not {count!r}")
     modes = tuple(mode.value for mode in CheckpointMode)
     for what, name, names in (
         ("schedule", schedule, SCHEDULES),

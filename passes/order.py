@@ -1,21 +1,43 @@
 """Schedules: the order in which each device runs its forwards and backwards.
 
-One stage per device: row j of the table is stage j.
+Device d of p holds the stages d, d + p, d + 2p, ...: one of each *loop* through the devices.
 """
+
+from collections.abc import Sequence
+from itertools import pairwise
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule import Action, Kind, Schedule
 
-NAMES = ("gpipe", "1f1b")
+NAMES = ("gpipe", "1f1b", "interleaved", "bfs")
+LOOPED = ("interleaved", "bfs")
 
 
-def build(name: str, n_stages: int, n_microbatches: int) -> Schedule:
-    """The table of the schedule called `name`, one of `NAMES`. Raises ScheduleError."""
+def usual_loops(name: str, n_devices: int) -> int:
+    """Stages a device where nothing is said."""
+    return 2 if name in LOOPED and n_devices > 1 else 1
+
+
+def build(name: str, n_devices: int, n_microbatches: int, loops: int = 1) -> Schedule:
+    """The table of the schedule called `name`, one of `NAMES`.
+
+    `loops` is the number of stages a device; more than one is for those in `LOOPED`. Raises
+    ScheduleError.
+    """
+    if name not in NAMES:
+        raise ScheduleError(f"there is no schedule {name!r}: use one of {', '.join(NAMES)}")
+    if loops > 1 and (name not in LOOPED or n_devices == 1):
+        raise ScheduleError(
+            f"{loops} stages a device under {name} on {n_devices} devices: several are for "
+            f"{' and '.join(LOOPED)}, on two devices or more"
+        )
     if name == "gpipe":
-        return gpipe(n_stages, n_microbatches)
+        return gpipe(n_devices, n_microbatches)
     if name == "1f1b":
-        return one_f_one_b(n_stages, n_microbatches)
-    raise ScheduleError(f"there is no schedule {name!r}: use one of {', '.join(NAMES)}")
+        return one_f_one_b(n_devices, n_microbatches)
+    if name == "interleaved":
+        return interleaved(n_devices, n_microbatches, loops)
+    return breadth_first(n_devices, n_microbatches, loops)
 
 
 def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
@@ -24,9 +46,16 @@ def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
     The backward order is torchgpipe's (arXiv 2004.09910, section 2.2): the one micro-batch that
     `except_last` does not recompute is let go first. Memory: every micro-batch is in flight.
     """
-    row = [(Kind.FORWARD, i) for i in range(n_microbatches)]
-    row += [(Kind.BACKWARD, i) for i in reversed(range(n_microbatches))]
-    return Schedule(tuple(_row(stage, row) for stage in range(n_stages)))
+    forwards = range(n_microbatches)
+    return Schedule(
+        tuple(
+            (
+                *(Action(j, Kind.FORWARD, i) for i in forwards),
+                *(Action(j, Kind.BACKWARD, i) for i in reversed(forwards)),
+            )
+            for j in range(n_stages)
+        )
+    )
 
 
 def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
@@ -35,17 +64,70 @@ def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
     Memory: min(m, n - j) micro-batches are in flight on stage j, whatever m is. Source: PipeDream
     with flush (Narayanan et al., ICML 2021), DAPPLE (Fan et al., PPoPP 2021).
     """
+    return Schedule(
+        tuple(
+            _alternating(
+                [Action(j, Kind.FORWARD, i) for i in range(n_microbatches)],
+                [Action(j, Kind.BACKWARD, i) for i in range(n_microbatches)],
+                ahead=n_stages - j,
+            )
+            for j in range(n_stages)
+        )
+    )
+
+
+def interleaved(n_devices: int, n_microbatches: int, loops: int) -> Schedule:
+    """1F1B whose micro-batches go through the loops in groups of p, or a few more.
+
+    The bubble is 1F1B's divided by the number of loops, at the cost of more messages and of more
+    micro-batches in flight. Source: Megatron-LM (Narayanan et al., SC 2021, section 2.2), where m
+    is a multiple of p; else the groups are as even as can be.
+    """
+    n_groups = max(1, n_microbatches // n_devices)
+    ends = [k * n_microbatches // n_groups for k in range(n_groups + 1)]
+    longest = max(end - begin for begin, end in pairwise(ends))
     rows = []
-    for stage in range(n_stages):
-        warm_up = min(n_microbatches, n_stages - stage)
-        row = [(Kind.FORWARD, i) for i in range(warm_up)]
-        for i in range(n_microbatches):
-            row.append((Kind.BACKWARD, i))
-            if i + warm_up < n_microbatches:
-                row.append((Kind.FORWARD, i + warm_up))
-        rows.append(_row(stage, row))
+    for device in range(n_devices):
+        stages = range(device, n_devices * loops, n_devices)
+        ahead = n_devices - device + (n_devices - device - 1 + (loops - 1) * longest) * (loops > 1)
+        forwards = _in_groups(stages, Kind.FORWARD, ends)
+        backwards = _in_groups(stages[::-1], Kind.BACKWARD, ends)
+        rows.append(_alternating(forwards, backwards, ahead))
     return Schedule(tuple(rows))
 
 
-def _row(stage: int, cells: list[tuple[Kind, int]]) -> tuple[Action, ...]:
-    return tuple(Action(stage, kind, microbatch) for kind, microbatch in cells)
+def breadth_first(n_devices: int, n_microbatches: int, loops: int) -> Schedule:
+    """Each loop takes all micro-batches before the next begins; backward the same way.
+
+    As short as `interleaved` in time, and each stage's weights are in use once each way, which
+    suits sharded ones. Memory: every micro-batch is in flight. Source: Lamy-Poirier, Breadth-First
+    Pipeline Parallelism (MLSys 2023).
+    """
+    rows = []
+    for device in range(n_devices):
+        stages = range(device, n_devices * loops, n_devices)
+        forwards = _in_groups(stages, Kind.FORWARD, (0, n_microbatches))
+        backwards = _in_groups(stages[::-1], Kind.BACKWARD, (0, n_microbatches))
+        rows.append((*forwards, *backwards))
+    return Schedule(tuple(rows))
+
+
+def _in_groups(stages: Sequence[int], kind: Kind, ends: Sequence[int]) -> list[Action]:
+    """Each group of micro-batches, from one end to the next, through all the stages."""
+    return [
+        Action(stage, kind, i)
+        for begin, end in pairwise(ends)
+        for stage in stages
+        for i in range(begin, end)
+    ]
+
+
+def _alternating(
+    forwards: Sequence[Action], backwards: Sequence[Action], ahead: int
+) -> tuple[Action, ...]:
+    """`ahead` forwards, or as many as there are; then a backward and a forward in turn."""
+    row = list(forwards[:ahead])
+    for k, backward in enumerate(backwards):
+        row.append(backward)
+        row.extend(forwards[ahead + k : ahead + k + 1])
+    return tuple(row)

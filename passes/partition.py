@@ -19,7 +19,8 @@ SOLVERS = ("dp", "beam", "cpsat")
 class Problem:
     """What a solver is given. `edges` are 0, each place where a stage may begin, and the end.
 
-    The blocks between two neighbouring edges are an *atom*: no plan takes them apart.
+    The blocks between two neighbouring edges are an *atom*: no plan takes them apart. A device
+    holds a stage of each of the `loops`.
     """
 
     chain: Chain
@@ -29,6 +30,7 @@ class Problem:
     link: Link
     capacity_bytes: int
     edges: tuple[int, ...]
+    loops: int = 1
 
     @property
     def recompute(self) -> tuple[tuple[bool, ...], ...]:
@@ -79,26 +81,30 @@ def partition(
     link: Link,
     capacity_bytes: int,
     solver: str,
+    loops: int = 1,
     seed: int = 0,
     time_limit_s: float = 10.0,
 ) -> Plan:
     """Cut `chain` into `n_stages` so that the simulated step is short and fits each device.
 
-    `solver` is one of `SOLVERS`; `seed` and `time_limit_s` are for those that use chance or time.
-    Raises PlanError where no such cut exists, ScheduleError for an unknown schedule.
+    Each device holds `loops` of the stages, which are dealt out in turn. `solver` is one of
+    `SOLVERS`; `seed` and `time_limit_s` are for those that use chance or time. Raises PlanError
+    where no such cut exists, ScheduleError for an unknown schedule.
     """
     from fxpipe.passes.partition_tidy import tidy  # it imports this module, as the solvers do
 
     edges = _edges(chain)
     _check_counts(n_stages, n_microbatches, len(edges) - 1, solver)
+    n_devices = n_stages // loops
     problem = Problem(
         chain=chain,
         n_stages=n_stages,
-        schedule=order.build(schedule, n_stages, n_microbatches),
+        schedule=order.build(schedule, n_devices, n_microbatches, loops),
         checkpoint=checkpoints.place(checkpoint, n_stages),
         link=link,
         capacity_bytes=capacity_bytes,
         edges=edges,
+        loops=loops,
     )
     score = Scorer(problem)
     solution = _solve(solver, score, seed, time_limit_s)
@@ -108,7 +114,7 @@ def partition(
         raise PlanError(_does_not_fit(problem, estimate, checkpoint))
     return Plan(
         cuts=cuts,
-        stage_to_device=tuple(range(n_stages)),
+        stage_to_device=tuple(j % n_devices for j in range(n_stages)),
         schedule_name=schedule,
         schedule=problem.schedule,
         checkpoint=problem.checkpoint,
@@ -145,12 +151,12 @@ def _check_counts(n_stages: int, n_microbatches: int, n_atoms: int, solver: str)
     if n_microbatches < 1:
         broken.append(f"{n_microbatches} micro-batches: a step needs at least 1")
     if n_stages < 1:
-        broken.append(f"{n_stages} devices: a plan needs at least 1")
+        broken.append(f"{n_stages} stages: a plan needs at least 1")
     elif n_stages > n_atoms:
         broken.append(
-            f"{n_stages} devices, but the model has only {n_atoms} "
-            f"{'block' if n_atoms == 1 else 'blocks'} that can be cut apart: "
-            f"use at most {n_atoms}"
+            f"{n_stages} stages, but the model has only {n_atoms} "
+            f"{'block' if n_atoms == 1 else 'blocks'} that can be cut apart: use at most "
+            f"{n_atoms}, one for each device and loop"
         )
     if broken:
         raise PlanError("; ".join(broken))
@@ -159,17 +165,18 @@ def _check_counts(n_stages: int, n_microbatches: int, n_atoms: int, solver: str)
 def _does_not_fit(problem: Problem, estimate: Estimate, checkpoint: CheckpointMode) -> str:
     peak = max(estimate.peak_bytes)
     device = estimate.peak_bytes.index(peak)
-    stage = estimate.stages[device]
+    stages = estimate.stages[device :: problem.n_stages // problem.loops]
     help_by = ["smaller micro-batches (more of them)"]
     if problem.n_stages < len(problem.edges) - 1:
-        help_by.insert(0, f"more than {problem.n_stages} devices")
+        help_by.insert(0, f"more than {problem.n_stages // problem.loops} devices")
     if checkpoint is not CheckpointMode.ALWAYS:
         help_by.append("`--checkpoint always`")
     return (
         f"no partition fits: in the best one found, device {device} needs {_size(peak)} and has "
         f"{_size(problem.capacity_bytes)} (parameters and gradients "
-        f"{_size(2 * stage.parameter_bytes)}, saved for one micro-batch "
-        f"{_size(stage.saved_bytes)}). What would help: {', or '.join(help_by)}"
+        f"{_size(2 * sum(stage.parameter_bytes for stage in stages))}, saved for one micro-batch "
+        f"{_size(sum(stage.saved_bytes for stage in stages))}). What would help: "
+        f"{', or '.join(help_by)}"
     )
 
 

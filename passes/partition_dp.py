@@ -51,9 +51,16 @@ def solve(score: Scorer) -> Solution:
     """The best cuts found; they exceed the capacity only if nothing found fits."""
     problem = score.problem
     capacity = problem.capacity_bytes
-    while not (candidates := _candidates(problem, capacity)):
+    # Stages of one device share it, evenly or not.
+    candidates = {
+        cuts: None
+        for share in (1, problem.loops)
+        for cuts in _candidates(problem, capacity // share)
+    }
+    while not candidates:
         # Nothing fits by this estimate: the least that would is the best start for the simulator.
         capacity = max(capacity + capacity // 8 + 1, _fair_share(problem))
+        candidates = dict.fromkeys(_candidates(problem, capacity))
     starts = sorted(candidates, key=score)[:_STARTS]
     last = len(score.estimates) + _BUDGET
     return Solution(min((_descend(score, cuts, last) for cuts in starts), key=score))
@@ -83,12 +90,14 @@ def _candidates(problem: Problem, capacity_bytes: int) -> list[Cuts]:
 
 def _forwards_ahead(problem: Problem) -> tuple[int, ...]:
     """By stage: the forwards before its first backward; 1 where that is the same for all."""
-    ahead = [1] * problem.n_stages
+    ahead = [0] * problem.n_stages
     for row in problem.schedule.rows:
-        for position, action in enumerate(row):
-            if action.kind is Kind.BACKWARD:
-                ahead[action.stage] = position
-                break
+        begun: set[int] = set()
+        for action in row:
+            if action.kind is not Kind.FORWARD:
+                begun.add(action.stage)
+            elif action.stage not in begun:
+                ahead[action.stage] += 1
     return tuple(ahead) if len(set(ahead)) > 1 else (1,) * problem.n_stages
 
 

@@ -69,10 +69,11 @@ def every_plan(
     checkpoint: CheckpointMode,
     link: Link,
     capacity_bytes: int,
+    loops: int = 1,
 ) -> list[tuple[float, int]]:
     """Step and highest peak of each way to cut the chain that fits, the shortest step first."""
     places = [k + 1 for k in range(len(chain.blocks) - 1) if chain.cuttable[k]]
-    table = build(schedule, n_stages, n_microbatches)
+    table = build(schedule, n_stages // loops, n_microbatches, loops)
     modes = place(checkpoint, n_stages)
     estimates = (
         evaluate(chain, cuts, schedule=table, checkpoint=modes, link=link)

@@ -8,7 +8,7 @@ from functools import cache
 
 from fxpipe.ir import Link
 from fxpipe.passes.simulate import Message, Simulation, StageCost
-from fxpipe.schedule import Action, Kind, Schedule, needs
+from fxpipe.schedule import Action, Kind, Schedule
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 Sent = tuple[Action, int]
@@ -53,7 +53,7 @@ def naive(
         ]
         return max(
             0.0,
-            *(end(other) for other in (*before, *needs(action, len(stages)))),
+            *(end(other) for other in (*before, *schedule.needs(action))),
             *(arrival(sent) for sent in inbox),
             0.0,
         )

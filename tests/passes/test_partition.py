@@ -157,7 +157,8 @@ def test_too_many_devices() -> None:
         plan(Chain(chain.blocks, chain.values, (*cuttable, True)), 64)
 
     assert str(error.value) == (
-        "64 devices, but the model has only 20 blocks that can be cut apart: use at most 20"
+        "64 stages, but the model has only 20 blocks that can be cut apart: use at most 20, "
+        "one for each device and loop"
     )
 
 
@@ -182,7 +183,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     assert str(error.value).split("; ") == [
         "there is no solver 'magic': use one of dp, beam, cpsat",
         "0 micro-batches: a step needs at least 1",
-        "0 devices: a plan needs at least 1",
+        "0 stages: a plan needs at least 1",
     ]
 
 

@@ -66,6 +66,28 @@ def test_with_skips_and_tight_memory_too(seed: int) -> None:
     assert plans["cpsat"].bound_ms <= best_ms
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "bfs"])
+@pytest.mark.parametrize(("tight", "solvers"), [(True, ["beam", "cpsat"]), (False, SOLVERS)])
+@pytest.mark.parametrize("seed", range(8))
+def test_with_two_stages_a_device_too(
+    seed: int, tight: bool, solvers: list[str], schedule: str
+) -> None:
+    chain, asked = question(seed, skips=True, tight=False)
+    asked |= {"n_stages": 4, "loops": 2, "schedule": schedule}
+    if tight:
+        peaks = [peak for _, peak in every_plan(chain, **asked)]
+        asked["capacity_bytes"] = (min(peaks) + peaks[0]) // 2
+    best_ms, _ = every_plan(chain, **asked)[0]
+
+    plans = {solver: partition(chain, **asked, solver=solver) for solver in solvers}
+
+    assert all(plan.estimate.step_ms <= 1.10 * best_ms for plan in plans.values())
+    assert all(max(p.estimate.peak_bytes) <= asked["capacity_bytes"] for p in plans.values())
+    assert plans["cpsat"].stage_to_device == (0, 1, 0, 1)
+    assert plans["cpsat"].bound_ms is not None
+    assert plans["cpsat"].bound_ms <= best_ms
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_without_time_there_is_a_plan_and_a_bound_all_the_same(seed: int) -> None:
     chain, asked = question(seed, skips=True, tight=False)

@@ -19,6 +19,7 @@ from toys import (
     same,
 )
 
+from fxpipe.passes import order
 from fxpipe.runtime.structure import describe
 
 
@@ -35,6 +36,36 @@ def test_step_equals_the_plain_model(tmp_path, name, mode, schedule):
         expected = plain_step(toy, model, x, 4, toy is NOISY)
         torch.manual_seed(5)
         assert same(pipe.step(*x, loss_fn=mean_loss), expected)
+    assert_same_state(pipe, model)
+
+
+def looped(schedule: str, n: int, m: int, halves: bool) -> str:
+    """The table of n stages on two devices; if `halves`, W stands two places after I."""
+    rows = []
+    for row in order.build(schedule, 2, m, loops=2).rows:
+        cells = [str(action) for action in row if action.stage < n]
+        for cell in [cell for cell in cells if halves and "B" in cell]:
+            place = cells.index(cell)
+            cells[place] = cell.replace("B", "I")
+            cells.insert(place + 3, cell.replace("B", "W"))
+        rows.append(",".join(cells))
+    return "\n".join(rows) + "\n"
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("schedule", ["interleaved", "bfs"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", TOYS)
+def test_several_stages_a_device_equal_the_plain_model(tmp_path, name, mode, schedule, halves):
+    toy = TOYS[name]
+    n = len(toy.parts)
+    table = looped(schedule, n, 4, halves)
+    model, pipe = both(tmp_path, toy, checkpoint=mode, devices=(0, 1, 0, 1)[:n], table=table)
+    x = toy.inputs()
+    torch.manual_seed(5)
+    expected = plain_step(toy, model, x, 4, toy is NOISY)
+    torch.manual_seed(5)
+    assert same(pipe.step(*x, loss_fn=mean_loss), expected)
     assert_same_state(pipe, model)
 
 

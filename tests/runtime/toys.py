@@ -100,8 +100,9 @@ def write(
     schedule: str = "gpipe",
     checkpoint: str = "never",
     devices: tuple[int, ...] | None = None,
+    table: str | None = None,
 ) -> Path:
-    """Write the toy's package; `devices` is each stage's lane."""
+    """Write the toy's package; `devices` is each stage's lane, `table` stands for `schedule`'s."""
     torch.manual_seed(0)
     model = toy.model().double()
     n = len(toy.parts)
@@ -199,7 +200,8 @@ def write(
         {},
     )
     (folder / "plan.json").write_text(manifest.to_json())
-    table = SCHEDULES[schedule](n, m) if devices is None else _merged(schedule, n, m, lanes)
+    if table is None:
+        table = SCHEDULES[schedule](n, m) if devices is None else _merged(n, m, lanes)
     (folder / "schedule.csv").write_text(table)
     return folder
 
@@ -240,7 +242,7 @@ def microbatched_outputs(
     return outputs
 
 
-def _merged(schedule: str, n: int, m: int, lanes: tuple[int, ...]) -> str:
+def _merged(n: int, m: int, lanes: tuple[int, ...]) -> str:
     """All forwards by micro-batch, then all backwards: several stages on a lane."""
     table: list[list[str]] = [[] for _ in range(max(lanes) + 1)]
     for i in range(m):
