@@ -6,8 +6,9 @@
 
 2: AmoebaNet-D (18, 256), samples per second by stages n and micro-batches m. 3: the largest U-Net
 (B, C) that fits: from the paper's size on, B grows by half for as long as every device stays under
-the capacity (or is halved until it does). 4: samples per second of U-Net (5, 64). Plain is one stage and one micro-batch, nothing
-computed twice. Where there are no GPUs sizes are small, given by the options.
+the capacity (or is halved until it does). 4: samples per second of U-Net (5, 64). Plain is one
+stage and one micro-batch, nothing computed twice. Where there are no GPUs sizes are small, given by
+the options.
 """
 
 import argparse
