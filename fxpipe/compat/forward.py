@@ -6,6 +6,7 @@ partition stashes goes straight to the one that pops it, as one more output and 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,10 @@ class Parcel:
 
 
 class Forward:
-    """One forward of `m` micro-batches, of which the first `n_recomputed` are computed twice."""
+    """One forward of `m` micro-batches, of which the first `n_recomputed` are computed twice.
+
+    Unless it `draws`, random numbers are those of torch's own generators.
+    """
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class Forward:
         links: Links,
         m: int,
         n_recomputed: int,
+        draws: bool,
     ) -> None:
         self._partitions = partitions
         self._call = call
@@ -77,6 +82,7 @@ class Forward:
         self._links = links
         self._m = m
         self._n_recomputed = n_recomputed
+        self._draws = draws
         self._turns = [Turns() for _ in partitions]
         # The clock cycle after which nothing is to begin.
         self._last_cycle = m + len(partitions)
@@ -137,9 +143,10 @@ class Forward:
             (parcel.atomic, parcel.form),
             (tuple(popped), skips),
             tuple(self._routes.stashed[j]),
+            self._draws,
         )
         inputs = self._turns[j].begin([*tensors, *skipped])
-        if torch.is_grad_enabled() and i < self._n_recomputed:
+        if i < self._n_recomputed:
             outputs, random = checkpointed(_Twice(run, parcel.random), inputs)
         else:
             outputs, random = run(inputs, parcel.random)
@@ -184,12 +191,14 @@ class _Run:
         given: tuple[bool, Form],
         popped: tuple[tuple[Skip, ...], Form],
         stashed: tuple[Skip, ...],
+        draws: bool,
     ) -> None:
         self.partition = partition
         self._call = call
         self._given = given
         self._popped = popped
         self._stashed = stashed
+        self._draws = draws
         self.made: tuple[tuple[bool, Form], Form]
 
     def __call__(
@@ -199,12 +208,13 @@ class _Run:
         values = form.fill(tensors[: len(form.places)])
         popped = skip_form.fill(tensors[len(form.places) :])
         tracker = SkipTracker(dict(zip(skips, popped, strict=True)))
-        with use_skip_tracker(tracker), drawing(random, self.partition.device) as drawn:
+        drawn = drawing(random, self.partition.device) if self._draws else nullcontext()
+        with use_skip_tracker(tracker), drawn as mode:
             value = self._call(self.partition.module, values[0] if atomic else tuple(values))
-        result = Parcel.of(value, drawn.end)
+        result = Parcel.of(value, random if mode is None else mode.end)
         stashes, stashed = split([tracker.tensors.pop(skip) for skip in self._stashed])
         self.made = (result.atomic, result.form), stashes
-        return [*result.tensors, *stashed], drawn.end
+        return [*result.tensors, *stashed], result.random
 
 
 class _Twice:

@@ -5,11 +5,12 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxpipe.compat.forward import Caller, Forward, Partition
 from fxpipe.compat.microbatch import gather
 from fxpipe.compat.skip.layout import inspect_skip_layout
+from fxpipe.runtime import stream
 from fxpipe.runtime.batchnorm import deferred
 from fxpipe.runtime.copy import Links, new_copy_streams
 from fxpipe.runtime.lanes import Lanes
@@ -48,6 +49,8 @@ class Partitioned(nn.Module):
         self.devices = list(devices)
         self._routes = inspect_skip_layout(partitions)
         self._workers: tuple[Lanes, list[list[Stream]]] | None = None
+        # Whether its forward draws random numbers, in training and else; unknown at first.
+        self._draws: dict[bool, bool] = {}
 
     def _run(self, pieces: Sequence[Any], call: Caller) -> Any:
         """The output for micro-batches, of which there may be fewer than `chunks`."""
@@ -60,26 +63,44 @@ class Partitioned(nn.Module):
             for norm in deferred(self.partitions):
                 norm.begin(m)
         named = zip(self.partitions, self.devices, strict=True)
+        n_recomputed = self._n_recomputed(m)
+        draws = self._draws.get(self.training, True)
         forward = Forward(
             [Partition(j, module, device) for j, (module, device) in enumerate(named)],
             call,
             self._routes,
             Links(self.devices, copies),
             m,
-            self._n_recomputed() if self.training else 0,
+            n_recomputed,
+            draws,
         )
-        before = torch.random.get_rng_state()
-        for i, (piece, seed) in enumerate(zip(pieces, microbatch_seeds(m), strict=True)):
+        before = self._random_states()
+        seeds = microbatch_seeds(m) if draws else [0] * m
+        for i, (piece, seed) in enumerate(zip(pieces, seeds, strict=True)):
             forward.enter(i, piece, RandomStream(seed))
         lanes.run([partial(forward.run_lane, j) for j in range(len(self.devices))], forward.stop)
         results = [forward.result(i) for i in range(m)]
-        if not any(result.random.states for result in results):
-            # What draws no random numbers leaves the caller's alone.
-            torch.random.set_rng_state(before)
+        if draws:
+            drawn = any(result.random.states for result in results)
+            if not drawn:
+                # What draws no random numbers leaves the caller's alone.
+                torch.set_rng_state(before[0])
+            self._draws.setdefault(self.training, drawn)
+        elif not all(map(torch.equal, before, self._random_states())):
+            # It draws after all, as when a dropout is switched on: only now is that recomputed.
+            self._draws[self.training] = True
+            if n_recomputed:
+                return self._run(pieces, call)
         return gather([result.value for result in results])
 
-    def _n_recomputed(self) -> int:
-        return {"always": self.chunks, "except_last": self.chunks - 1, "never": 0}[self.checkpoint]
+    def _random_states(self) -> list[Tensor]:
+        devices = dict.fromkeys([torch.device("cpu"), *self.devices])
+        return [stream.generator(device).get_state() for device in devices]
+
+    def _n_recomputed(self, m: int) -> int:
+        if not (self.training and torch.is_grad_enabled()):
+            return 0
+        return {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
 
     def __len__(self) -> int:
         return sum(len(partition) for partition in self._sequentials())

@@ -172,6 +172,19 @@ def test_a_model_without_random_numbers_leaves_the_generator_alone():
     assert torch.equal(torch.rand(3), found)
 
 
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_dropout_that_is_switched_on_later_is_recomputed_too(checkpoint):
+    layers = [nn.Dropout(0.0), nn.Linear(50, 50, bias=False), nn.Dropout(0.0)]
+    pipe = on_cpu(nn.Sequential(*layers), [1, 2], chunks=4, checkpoint=checkpoint)
+    nn.init.eye_(layers[1].weight)
+    for p in (0.0, 0.0, 0.5, 0.5):
+        layers[0].p = layers[2].p = p
+        x = torch.ones(8, 50, requires_grad=True)
+        output = pipe(x)
+        output.sum().backward()
+        assert torch.equal(output, x.grad)
+
+
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_autocast_is_the_callers_in_every_forward(checkpoint):
     seen = []
