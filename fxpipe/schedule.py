@@ -78,6 +78,14 @@ class Schedule:
         """Number of micro-batches that appear in the table."""
         return 1 + max((action.microbatch for row in self.rows for action in row), default=-1)
 
+    def first(self, n_microbatches: int) -> "Schedule":
+        """The table of the first `n_microbatches` alone, for a smaller batch."""
+        if n_microbatches >= self.n_microbatches:
+            return self
+        return Schedule(
+            tuple(tuple(a for a in row if a.microbatch < n_microbatches) for row in self.rows)
+        )
+
     def to_csv(self) -> str:
         """The table as text, one line per device."""
         out = io.StringIO()

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from fxpipe.errors import InputError, StageError
 from fxpipe.runtime.call import Call
@@ -46,12 +47,18 @@ class Objective:
     """The loss of micro-batch i: `loss_fn(output, targets[i])`, which counts `weights[i]`."""
 
     def __init__(
-        self, loss_fn: LossFn, targets: Sequence[Any], weights: Sequence[float], end: End
+        self,
+        loss_fn: LossFn,
+        targets: Sequence[Any],
+        weights: Sequence[float],
+        end: End,
+        scaler: GradScaler | None,
     ) -> None:
         self._loss_fn = loss_fn
         self._targets = targets
         self._weights = weights
         self._end = end
+        self._scaler = scaler
         self._losses: list[Tensor | None] = [None] * len(weights)
 
     def run(self, i: int, device: torch.device) -> None:
@@ -70,7 +77,8 @@ class Objective:
             )
         self._losses[i] = loss.detach()
         del output
-        torch.autograd.backward([loss], [torch.full_like(loss, self._weights[i])])
+        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        torch.autograd.backward([scaled], [torch.full_like(scaled, self._weights[i])])
         self._end.send_gradients(i)
 
     def loss(self) -> Tensor:

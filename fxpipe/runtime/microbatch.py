@@ -52,10 +52,10 @@ def bind(manifest: Manifest, args: Sequence[object], kwargs: Mapping[str, object
 
 
 def rows_of(manifest: Manifest, tensors: Sequence[Tensor], m: int) -> list[int]:
-    """The rows of each micro-batch: m sizes that differ by at most 1, larger first.
+    """The rows of each micro-batch: sizes that differ by at most 1, larger first.
 
-    Checks shapes too. Without a batched input each micro-batch counts as one row. Raises
-    InputError that names every input that does not fit.
+    They are m, or fewer if there are not that many rows. Without a batched input each counts as one
+    row. Checks shapes too; raises InputError that names every input that does not fit.
     """
     pairs = list(zip(manifest.inputs, tensors, strict=True))
     batches = {
@@ -66,14 +66,11 @@ def rows_of(manifest: Manifest, tensors: Sequence[Tensor], m: int) -> list[int]:
     if len(set(batches.values())) > 1:
         sizes = ", ".join(f"{name} has {size}" for name, size in batches.items())
         broken.append(f"batched inputs must have equally many rows: {sizes}")
-    if batch is not None and batch < m:
-        broken.append(
-            f"a batch of {batch} rows can't be cut into {m} micro-batches: give at least {m} rows, "
-            f"or compile with --microbatches {max(batch, 1)}"
-        )
+    if batch == 0:
+        broken.append("a batch of 0 rows can't be cut into micro-batches: give at least one row")
     if broken:
         raise InputError("\n".join(broken))
-    return [1] * m if batch is None else parts_of(batch, m)
+    return [1] * m if batch is None else parts_of(batch, min(batch, m))
 
 
 def parts_of(batch: int, m: int) -> list[int]:

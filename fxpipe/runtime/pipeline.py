@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from fxpipe.errors import DeviceError, InputError
 from fxpipe.runtime import microbatch, stream, ties, trace, weights
@@ -104,7 +105,7 @@ class Pipeline(nn.Module):
         return self._devices
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """The original model's output for a batch of at least m rows.
+        """The original model's output for a batch; one of fewer than m rows goes one by one.
 
         Each output is put together from the micro-batches': concatenated along its batch
         dimension; without one, floats are averaged, weighted by rows, as is right for a mean loss,
@@ -128,14 +129,22 @@ class Pipeline(nn.Module):
                 whole[wire] = microbatch.gather(output, clock.outputs(wire), rows)
         return rebuild(self._structure(), [whole.get(wire) for wire in self._outputs])
 
-    def step(self, *args: object, target: Any = None, loss_fn: LossFn, **kwargs: object) -> Tensor:
+    def step(
+        self,
+        *args: object,
+        target: Any = None,
+        loss_fn: LossFn,
+        scaler: GradScaler | None = None,
+        **kwargs: object,
+    ) -> Tensor:
         """Forward and backward of one training step, by the schedule table.
 
         Each micro-batch's loss is `loss_fn(output, its piece of target)`: a mean over its rows, as
         one number. It is weighted by its share of the rows, so that gradients, added to `.grad`,
         are those of the mean over the batch. Tensors in `target` (nested in tuples, lists and
         dicts) with as many rows as the batch are cut, others given whole; target and loss are on
-        the last stage's device. Inputs that require grad get theirs.
+        the last stage's device. Inputs that require grad get theirs. With a `scaler`, gradients are
+        scaled by it, as those of `scaler.scale(loss)` are; what is returned is not.
 
         Returns the batch's loss, without a graph. Raises InputError and StageError; after one, the
         gradients may hold a part of the step's.
@@ -145,15 +154,22 @@ class Pipeline(nn.Module):
         inputs, rows, call = self._begin(args, kwargs)
         targets = microbatch.split_target(target, rows)
         end = End(call, self._outputs, self._structure())
-        objective = Objective(loss_fn, targets, [n / sum(rows) for n in rows], end)
+        objective = Objective(loss_fn, targets, [n / sum(rows) for n in rows], end, scaler)
         device = call.device(call.n)
         step = Step(call, lambda i: objective.run(i, device))
-        self._run_rows(step, call, self._schedule.rows)
+        self._run_rows(step, call, self._schedule.first(len(rows)).rows)
         for spec, tensor in zip(self._manifest.inputs, inputs, strict=True):
             gradient = step.input_gradient(spec, tensor, rows)
             if gradient is not None:
                 torch.autograd.backward([tensor], [gradient])
         return objective.loss()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients down so that their norm over all stages is at most `max_norm`.
+
+        Returns the norm that they had. A parameter that several stages use counts once.
+        """
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     @contextmanager
     def trace(self, path: str | Path) -> Iterator[None]:
@@ -289,7 +305,7 @@ class Pipeline(nn.Module):
         self._refuse_other_mode()
         inputs = microbatch.bind(self._manifest, args, kwargs)
         rows = microbatch.rows_of(self._manifest, inputs, self._manifest.microbatches)
-        call = self._new_call()
+        call = self._new_call(len(rows))
         seeds = microbatch_seeds(call.m) if call.draws else []
         for i, piece in enumerate(microbatch.scatter(self._manifest, inputs, rows)):
             call.enter(i, piece, RandomStream(seeds[i]) if seeds else None)
@@ -309,10 +325,11 @@ class Pipeline(nn.Module):
                 "not have: evaluate the original model with this one's state_dict()"
             )
 
-    def _new_call(self) -> Call:
-        m = self._manifest.microbatches
+    def _new_call(self, m: int) -> Call:
+        self._state.begin(m)
         if self._workers is None:
-            self._workers = Workers(Lanes(self._devices), new_copy_streams(self._devices, m))
+            streams = new_copy_streams(self._devices, self._manifest.microbatches)
+            self._workers = Workers(Lanes(self._devices), streams)
         copies = self._workers.copies
         if not self._components.streams:
             copies = [[stream.current_stream(device)] * m for device in self._devices]

@@ -75,7 +75,9 @@ class Runner:
         pieces = cut((args, kwargs), self._m)
         turns = [
             _Turn(partial(closure, *piece, **named), seed, share)
-            for ((piece, named), share), seed in zip(pieces, microbatch_seeds(self._m), strict=True)
+            for ((piece, named), share), seed in zip(
+                pieces, microbatch_seeds(len(pieces)), strict=True
+            )
         ]
         with abandoning([turn.closure for turn in turns]):
             visit = self._prepare(turns[0])
@@ -146,7 +148,7 @@ class _Conductor:
         self._first = first
         self._turns = turns
         pipe = first.pipe
-        self._call = pipe._new_call()
+        self._call = pipe._new_call(len(turns))
         self._end = End(self._call, pipe._outputs, pipe._structure())
         self._visits: dict[int, Visit] = {0: first}
         self._streams = [stream.current_stream(device) for device in dict.fromkeys(pipe.devices)]
@@ -155,7 +157,7 @@ class _Conductor:
         """Run all that is left of the step."""
         pipe, ambient = self._first.pipe, self._first.ambient
         step = Step(self._call, lambda i: None)
-        table = pipe._schedule
+        table = pipe._schedule.first(self._call.m)
         order = clock_order(table)
         if not ambient.grad:
             order = [action for action in order if action.kind is Kind.FORWARD]
@@ -228,18 +230,16 @@ def _parts(order: Sequence[Action], n: int) -> Iterator[tuple[_Part, int]]:
 def cut(batch: Any, m: int) -> list[tuple[Any, float]]:
     """The batch's micro-batches, each with its share of the rows. Raises InputError.
 
-    The batch is dimension 0 of the first tensor; tensors and lists of as many rows are cut.
+    The batch is dimension 0 of the first tensor; tensors and lists of as many rows are cut, into m
+    or, if there are fewer rows, one by one.
     """
     first = next(_tensors(batch), None)
     if first is None:
         raise InputError("a step takes a batch: give at least one tensor with rows")
     n = len(first)
-    if n < m:
-        raise InputError(
-            f"a batch of {n} rows can't be cut into {m} micro-batches: give at least {m} rows, or "
-            f"Runner(microbatches={max(n, 1)})"
-        )
-    rows = parts_of(n, m)
+    if n == 0:
+        raise InputError("a batch of 0 rows can't be cut into micro-batches: give at least one row")
+    rows = parts_of(n, min(n, m))
     ends = list(accumulate(rows))
     return [
         (_piece(batch, end - size, end, n), size / n) for end, size in zip(ends, rows, strict=True)

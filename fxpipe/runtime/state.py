@@ -84,13 +84,13 @@ class State:
                 else:
                     put(stage.module, name, tensor.to(stage.device))
 
-    def take_buffers(self, root: nn.Module) -> None:
-        """After a call, take over buffers that a stage replaced instead of writing into them.
-
-        What deferred batch norms know of a mini-batch that failed is dropped.
-        """
+    def begin(self, m: int) -> None:
+        """Tell deferred batch norms of a mini-batch of m micro-batches; one that failed is gone."""
         for norm in self._deferred:
-            norm.begin(norm.chunks)
+            norm.begin(m)
+
+    def take_buffers(self, root: nn.Module) -> None:
+        """After a call, take over buffers that a stage replaced instead of writing into them."""
         for stage in self._stages:
             for name in stage.spec.mutated_buffers:
                 put(root, name, _get(stage.module, name))

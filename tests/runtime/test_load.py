@@ -173,11 +173,7 @@ BAD_INPUTS = {
     "twice": ((0,), {"x": 0}, "'x' was given twice"),
     "unknown": ((), {"z": 0}, "takes no 'z'"),
     "no tensor": ((3,), {}, "['x'] must be a tensor"),
-    "a small batch": (
-        (torch.zeros(3, 6),),
-        {},
-        "a batch of 3 rows can't be cut into 4 micro-batches",
-    ),
+    "no rows": ((torch.zeros(0, 6),), {}, "a batch of 0 rows can't be cut into micro-batches"),
     "another shape": ((torch.zeros(8, 5),), {}, "'x' must have shape [batch, 6], found [8, 5]"),
 }
 

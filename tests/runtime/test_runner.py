@@ -211,7 +211,6 @@ def twice(pipe):
         (M, lambda pipe: lambda x: x, "called no pipeline"),
         (M, twice, "called a pipeline twice"),
         (3, lambda pipe: pipe, "compiled for 4 micro-batches, the runner cuts 3"),
-        (11, lambda pipe: pipe, "batch of 10 rows can't be cut into 11"),
         (0, lambda pipe: pipe, "at least one"),
     ],
 )

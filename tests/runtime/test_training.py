@@ -1,0 +1,112 @@
+"""What a training loop does around a step: accumulate, clip, scale, change the batch size."""
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from toys import (
+    CHAIN,
+    MODES,
+    SCHEDULES,
+    SKIPS,
+    TIED,
+    assert_same_state,
+    both,
+    mean_loss,
+    plain_step,
+    same,
+)
+
+from fxpipe.runtime import Runner
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_smaller_than_the_micro_batches_goes_row_by_row(tmp_path, mode, schedule):
+    model, pipe = both(tmp_path, SKIPS, m=4, schedule=schedule, checkpoint=mode)
+    for batch in (3, 1, 10, 2):
+        x = SKIPS.inputs(batch)
+        assert same(pipe.step(*x, loss_fn=mean_loss), plain_step(SKIPS, model, x, min(batch, 4)))
+        assert same(pipe(*x), model(*x))
+    assert_same_state(pipe, model)
+
+
+def test_a_runners_batch_may_be_smaller_too(tmp_path):
+    model, pipe = both(tmp_path, CHAIN, m=4)
+    (x,) = CHAIN.inputs(3)
+    runner = Runner(microbatches=4)
+
+    def closure(rows):
+        (mean_loss(pipe(rows)) * runner.share).backward()
+
+    assert len(runner.step(closure, x)) == 3
+    plain_step(CHAIN, model, (x,), 3)
+    assert_same_state(pipe, model)
+
+
+def test_gradients_of_several_steps_add_up(tmp_path):
+    model, pipe = both(tmp_path, CHAIN)
+    for batch in (8, 5, 11):
+        (x,) = CHAIN.inputs(batch)
+        pipe.step(x, loss_fn=mean_loss)
+        mean_loss(model(x)).backward()
+    assert_same_state(pipe, model)
+
+
+@pytest.mark.parametrize("toy", [CHAIN, TIED])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_the_norm_that_clips_is_that_of_all_stages(tmp_path, toy, norm_type):
+    model, pipe = both(tmp_path, toy)
+    x = toy.inputs()
+    pipe.step(*x, loss_fn=mean_loss)
+    plain_step(toy, model, x, 4)
+
+    found = pipe.clip_grad_norm_(0.01, norm_type)
+
+    assert same(found, nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type))
+    assert_same_state(pipe, model)
+
+
+def test_a_scaler_scales_all_stages(tmp_path):
+    model, pipe = both(tmp_path, CHAIN)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    x = CHAIN.inputs()
+
+    loss = pipe.step(*x, loss_fn=mean_loss, scaler=scaler)
+    plain_step(CHAIN, model, x, 4)
+
+    assert same(loss, mean_loss(model(*x)).detach())
+    for name, parameter in pipe.named_parameters():
+        assert same(parameter.grad, 1024 * model.get_parameter(name).grad)
+    scaler.unscale_(optimizer)
+    assert_same_state(pipe, model)
+
+
+@pytest.mark.parametrize("name", ["first.weight", "last.weight"])
+def test_a_step_whose_gradient_is_infinite_in_one_stage_is_left_out_in_all(tmp_path, name):
+    _, pipe = both(tmp_path, CHAIN)
+    scaler = GradScaler("cpu", init_scale=2.0)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    before = {key: value.clone() for key, value in pipe.state_dict().items()}
+    pipe.step(*CHAIN.inputs(), loss_fn=mean_loss, scaler=scaler)
+    pipe.get_parameter(name).grad[0, 0] = float("inf")
+
+    scaler.step(optimizer)
+    scaler.update()
+
+    assert scaler.get_scale() == 1.0
+    assert all(same(value, before[key]) for key, value in pipe.state_dict().items())
+
+
+def test_autocast_reaches_all_stages(tmp_path):
+    model, pipe = both(tmp_path, CHAIN, m=1)
+    x = CHAIN.inputs()[0].float()
+    model.float()
+    pipe.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = pipe.step(x, loss_fn=mean_loss)
+        expected = mean_loss(model(x))
+    expected.backward()
+    assert same(loss, expected.detach())
+    assert_same_state(pipe, model)
