@@ -98,7 +98,7 @@ def test_nothing_is_recomputed_without_checkpoint(tmp_path):
 
 def test_copies_are_on_the_compute_streams_without_streams(tmp_path):
     pipe = load(write(tmp_path, SKIPS), without=["streams"])
-    ends = [end for lane in pipe._new_call()._links._ends for end in lane]
+    ends = [end for lane in pipe._new_call(4)._links._ends for end in lane]
     assert all(end.copy == end.compute for end in ends)
 
 
