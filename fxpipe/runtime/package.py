@@ -27,6 +27,7 @@ def load(
     compile: bool = False,
     deferred_batch_norm: bool = False,
     without: Collection[str] = (),
+    capture: str | None = None,
 ) -> Pipeline:
     """The pipeline of the package in folder `path`, with its weights if it has a folder `weights`.
 
@@ -36,8 +37,10 @@ def load(
     through torch.compile when they first run, save those that draw random numbers. With
     `deferred_batch_norm`, batch norms update their running statistics once for all micro-batches,
     as the plain model does for a batch. `without` leaves out, for comparison, some of
-    "dependency", "streams", "portals" and "checkpoint" (see `Components`). Raises InputError,
-    PackageError, with every rule that its files break, WeightsError and DeviceError.
+    "dependency", "streams", "portals" and "checkpoint" (see `Components`). With `capture` "graph",
+    each whole `step` is captured as a CUDA graph, once for each shape; one that can't be runs as
+    ever, after a warning. Raises InputError, PackageError, with every rule that its files break,
+    WeightsError and DeviceError.
     """
     folder = Path(path).resolve()
     manifest = Manifest.from_json(_text(folder, "plan.json"))
@@ -49,7 +52,7 @@ def load(
     _refuse(folder, [*_port_rules(manifest), *broken])
     if deferred_batch_norm:
         _defer(manifest, stages)
-    pipe = Pipeline(manifest, table, stages, lanes, buffers, Components.without(without))
+    pipe = Pipeline(manifest, table, stages, lanes, buffers, Components.without(without), capture)
     if compile:
         for stage in stages:
             stage.compile()

@@ -20,6 +20,7 @@ from fxpipe.runtime.closure import running
 from fxpipe.runtime.components import ALL, Components
 from fxpipe.runtime.copy import Links, new_copy_streams
 from fxpipe.runtime.end import End, LossFn, Objective
+from fxpipe.runtime.graph import Graphs
 from fxpipe.runtime.lanes import Lanes
 from fxpipe.runtime.leaves import in_mode
 from fxpipe.runtime.manifest import Manifest, there
@@ -32,7 +33,7 @@ from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import Device, Stream
 from fxpipe.runtime.structure import Structure, rebuild
 from fxpipe.runtime.weight_files import WeightFiles
-from fxpipe.schedule import Action, Schedule
+from fxpipe.schedule import Action, Schedule, clock_order
 
 
 def _with_extra(pipe: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -74,8 +75,11 @@ class Pipeline(nn.Module):
         devices: Sequence[Device],
         buffers: Mapping[str, Tensor],
         components: Components = ALL,
+        capture: str | None = None,
     ) -> None:
         super().__init__()
+        if capture not in (None, "graph"):
+            raise InputError(f"there is no capture {capture!r}: graph, or None")
         manifest, stages = components.applied(manifest, stages)
         self._components = components
         self._manifest = manifest
@@ -89,6 +93,8 @@ class Pipeline(nn.Module):
         self._tracing = False
         self._recorder: trace.Recorder | None = None
         self._memory: Memory | None = None
+        self._captures = capture is not None
+        self._graphs: Graphs | None = None
         self._state = State(self, manifest.state, self._stages)
         self._state.load_buffers(self, buffers)
         self._extra: dict[str, Any] = {}
@@ -118,7 +124,8 @@ class Pipeline(nn.Module):
             closure.use_streams(streams)
             return output
         microbatch.refuse_unmergeable(self._manifest, self.training)
-        inputs, rows, call = self._begin(args, kwargs)
+        inputs = self._inputs(args, kwargs)
+        rows, call = self._begin(inputs)
         with ties.copied(self._state.ties, self._state.parameters(self)) as copies:
             clock = Clock(call, copies, self._components.dependency)
             self._run([partial(clock.run_lane, lane) for lane in range(len(self._devices))], call)
@@ -151,18 +158,40 @@ class Pipeline(nn.Module):
         """
         if not torch.is_grad_enabled():
             raise InputError("step computes gradients: call it outside of torch.no_grad()")
-        inputs, rows, call = self._begin(args, kwargs)
+        inputs = self._inputs(args, kwargs)
+        eager = partial(self._step, self._run_table)
+        if self._captures and not self._tracing:
+            self._graphs = self._graphs or Graphs(self._devices, self._stages)
+            in_order = partial(self._step, self._run_in_order)
+            loss, gradients = self._graphs.step(in_order, eager, inputs, target, loss_fn, scaler)
+        else:
+            loss, gradients = eager(inputs, target, loss_fn, scaler)
+        for tensor, gradient in zip(inputs, gradients, strict=True):
+            if gradient is not None:
+                torch.autograd.backward([tensor], [gradient])
+        return loss
+
+    def _step(
+        self,
+        run: Callable[[Step, Call], None],
+        inputs: Sequence[Tensor],
+        target: Any,
+        loss_fn: LossFn,
+        scaler: GradScaler | None,
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss of a step whose table `run` runs, and the gradients of its inputs."""
+        rows, call = self._begin(inputs)
         targets = microbatch.split_target(target, rows)
         end = End(call, self._outputs, self._structure())
         objective = Objective(loss_fn, targets, [n / sum(rows) for n in rows], end, scaler)
         device = call.device(call.n)
         step = Step(call, lambda i: objective.run(i, device))
-        self._run_rows(step, call, self._schedule.first(len(rows)).rows)
-        for spec, tensor in zip(self._manifest.inputs, inputs, strict=True):
-            gradient = step.input_gradient(spec, tensor, rows)
-            if gradient is not None:
-                torch.autograd.backward([tensor], [gradient])
-        return objective.loss()
+        run(step, call)
+        gradients = [
+            step.input_gradient(spec, tensor, rows)
+            for spec, tensor in zip(self._manifest.inputs, inputs, strict=True)
+        ]
+        return objective.loss(), gradients
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients down so that their norm over all stages is at most `max_norm`.
@@ -258,8 +287,9 @@ class Pipeline(nn.Module):
         self._state.bind(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the worker threads, so that `copy.deepcopy` works."""
-        return self.__dict__ | {"_workers": None, "_recorder": None, "_memory": None}
+        """All but what runs it, so that `copy.deepcopy` works."""
+        gone = ("_workers", "_recorder", "_memory", "_graphs")
+        return self.__dict__ | dict.fromkeys(gone)
 
     def __repr__(self) -> str:
         lines = [
@@ -298,22 +328,22 @@ class Pipeline(nn.Module):
     def _structure(self) -> Structure:
         return in_mode(self._manifest.output_structure, self.training)
 
-    def _begin(
-        self, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> tuple[list[Tensor], list[int], Call]:
-        """The call's tensors, its micro-batches' rows, and what its lanes share."""
+    def _inputs(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor]:
+        """The call's tensors."""
         self._refuse_other_mode()
-        inputs = microbatch.bind(self._manifest, args, kwargs)
+        return microbatch.bind(self._manifest, args, kwargs)
+
+    def _begin(self, inputs: Sequence[Tensor]) -> tuple[list[int], Call]:
+        """The micro-batches' rows, and what the call's lanes share."""
         rows = microbatch.rows_of(self._manifest, inputs, self._manifest.microbatches)
         call = self._new_call(len(rows))
         seeds = microbatch_seeds(call.m) if call.draws else []
         for i, piece in enumerate(microbatch.scatter(self._manifest, inputs, rows)):
             call.enter(i, piece, RandomStream(seeds[i]) if seeds else None)
-        return inputs, rows, call
+        return rows, call
 
     def _visit(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Visit:
-        self._refuse_other_mode()
-        inputs = microbatch.bind(self._manifest, args, kwargs)
+        inputs = self._inputs(args, kwargs)
         rows = microbatch.rows_of(self._manifest, inputs, 1)
         (piece,) = microbatch.scatter(self._manifest, inputs, rows)
         return Visit(self, piece, Ambient.capture())
@@ -335,6 +365,21 @@ class Pipeline(nn.Module):
             copies = [[stream.current_stream(device)] * m for device in self._devices]
         links = Links(self._devices, copies)
         return Call(self._stages, self._wires[self.training], links, len(self._devices), m)
+
+    def _run_table(self, step: Step, call: Call) -> None:
+        self._run_rows(step, call, self._schedule.first(call.m).rows)
+
+    def _run_in_order(self, step: Step, call: Call) -> None:
+        """Run the table on this thread alone, as a CUDA graph is captured."""
+        with (
+            ties.collected(self._state.ties, self._state.parameters(self)),
+            stream.joined(self._devices),
+        ):
+            for action in clock_order(self._schedule.first(call.m)):
+                lane = call.lane(action.stage)
+                with stream.use_streams([stream.current_stream(self._devices[lane])]):
+                    step.run_row(lane, [action])
+        self._state.take_buffers(self)
 
     def _run_rows(
         self,
