@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from toys import MODES, SKIPS, TOYS, both, mean_loss
+from toys import MODES, SCHEDULES, SKIPS, TOYS, both, mean_loss
 
 from fxpipe.errors import InputError
 from fxpipe.runtime import package
@@ -28,7 +28,7 @@ def named(events, process, kinds):
     return [found[row] for row in sorted(found)]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_lanes_row_has_its_actions_in_the_tables_order(tmp_path, schedule):
     _, pipe = both(tmp_path, SKIPS, schedule=schedule)
     events = traced(pipe, SKIPS, tmp_path / "step.json")
