@@ -2,8 +2,11 @@
 
 import copy
 import gc
+import signal
 import threading
+import time
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -69,13 +72,13 @@ def test_outputs_and_gradients_are_those_of_the_sequential(balance, checkpoint):
         assert_equal_steps(model, pipe, batch(rows))
 
 
-@pytest.mark.parametrize("mode", ["eval", "no_grad"])
+@pytest.mark.parametrize("mode", ["eval", "no_grad", "inference_mode"])
 def test_nothing_is_checkpointed_without_training_or_gradients(mode):
     seen = []
     model = chain()
     model[1].register_forward_hook(lambda *_: seen.append(is_checkpointing()))
-    pipe = on_cpu(model, [2, 2], chunks=2, checkpoint="always").train(mode == "no_grad")
-    with torch.set_grad_enabled(mode == "eval"):
+    pipe = on_cpu(model, [2, 2], chunks=2, checkpoint="always").train(mode != "eval")
+    with nullcontext() if mode == "eval" else getattr(torch, mode)():
         output = pipe(batch())
     assert output.requires_grad == (mode == "eval")
     assert seen == [False, False]
@@ -277,6 +280,35 @@ def test_lanes_end_with_the_clock_cycle_that_failed():
         pipe(torch.arange(4.0).reshape(4, 1))
     # Micro-batch 1 is in the first partition in the cycle in which 0 is in the second.
     assert set(begun) <= {0, 1}
+
+
+@pytest.fixture
+def _interruptible():
+    # A shell lets what it starts in the background ignore the signal: ask for Python's handler.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
+def test_an_interrupt_ends_all_lanes_and_leaves_the_pipe_usable():
+    begun = []
+
+    class Interrupts(nn.Module):
+        def forward(self, x):
+            begun.append(int(x[0, 0]))
+            if begun == [0]:
+                time.sleep(0.1)  # the caller waits for the lanes by then
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                time.sleep(0.2)
+            return x
+
+    pipe = on_cpu(nn.Sequential(Interrupts(), nn.Identity()), [1, 1], chunks=4)
+    x = torch.arange(4.0).reshape(4, 1)
+    with pytest.raises(KeyboardInterrupt):
+        pipe(x)
+    assert begun == [0]
+    assert torch.equal(pipe(x), x)
 
 
 def test_an_error_in_recomputation_is_raised_by_backward():
