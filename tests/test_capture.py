@@ -206,6 +206,16 @@ def test_what_ops_write_and_draw_is_seen_on_real_data():
     ]
 
 
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_attention_draws_only_with_dropout(p):
+    class Attention(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=p if self.training else 0.0)
+
+    ops = capture(Attention(), (torch.randn(3, 2, 4, 8),), {}).ops
+    assert any(op.random for op in ops.values()) is (p > 0)
+
+
 def test_ops_carry_the_users_line():
     captured = capture(models.Skip(), (torch.randn(4, 6),), {})
     source = captured.ops[captured.outputs[0]].source

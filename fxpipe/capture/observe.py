@@ -133,11 +133,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
         names = [argument.name for argument in func._schema.arguments]
-        if "running_mean" in names:
-            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-            if given.get("training", True):
-                held = (given["running_mean"], given["running_var"])
-                self.statistics += [storage_of(t) for t in held if t is not None and is_fake(t)]
+        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        # Attention draws for its dropout alone.
+        draws = "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
+        self.random |= draws and torch.Tag.nondeterministic_seeded in func.tags
+        if "running_mean" in names and given.get("training", True):
+            held = (given["running_mean"], given["running_var"])
+            self.statistics += [storage_of(t) for t in held if t is not None and is_fake(t)]
         return func(*args, **(kwargs or {}))
