@@ -188,12 +188,14 @@ class Graphs:
         self, inputs: Sequence[Tensor], target: Any, loss_fn: LossFn, scaler: GradScaler | None
     ) -> object:
         """All that a graph holds fast."""
-        state = [
-            tensor.data_ptr()
+        # Buffers that a step writes stay where they are, or `_captured` finds that they do not.
+        read = [
+            _of(holder_of(stage.module, name)._buffers, name)
             for stage in self._stages
-            for tensor in (*stage.module.parameters(), *stage.module.buffers())
+            for name in stage.spec.buffers
+            if name not in stage.spec.mutated_buffers
         ]
-        trained = [p.requires_grad for stage in self._stages for p in stage.module.parameters()]
+        weights = [p for stage in self._stages for p in stage.module.parameters()]
         modes = [module.training for stage in self._stages for module in stage.module.modules()]
         return (
             _shape(inputs),
@@ -201,8 +203,8 @@ class Graphs:
             loss_fn,
             scaler,
             Ambient.capture(),
-            *state,
-            *trained,
+            *(tensor.data_ptr() for tensor in (*read, *weights)),
+            *(weight.requires_grad for weight in weights),
             *modes,
         )
 

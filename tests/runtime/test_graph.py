@@ -18,6 +18,7 @@ from toys import (
     CHAIN,
     MODES,
     NOISY,
+    NORMED,
     SCHEDULES,
     SKIPS,
     TOYS,
@@ -196,6 +197,20 @@ def test_other_modes_weights_and_settings_are_captured_anew(tmp_path, stand):
     pipe.step(*x, loss_fn=mean_loss)
     assert stand.captures == 4
     assert next(pipe.parameters()).grad is None
+
+
+def test_deferred_batch_norm_is_captured_once(tmp_path, stand):
+    model, _ = both(tmp_path, NORMED)
+    pipes = [load(tmp_path, deferred_batch_norm=True, capture=how) for how in ("graph", None)]
+    for pipe in pipes:
+        pipe.load_state_dict(model.state_dict())
+    stand.pipe = pipes[0]
+    for _ in range(3):
+        losses = [pipe.step(*NORMED.inputs(), loss_fn=mean_loss) for pipe in pipes]
+        assert same(*losses)
+    for key, value in pipes[1].state_dict().items():
+        assert same(pipes[0].state_dict()[key], value), key
+    assert stand.captures == 1
 
 
 def test_only_so_many_graphs_are_kept_and_a_loss_fn_that_changes_is_told(tmp_path, stand):
