@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from fxpipe.errors import InputError, StageError
+from fxpipe.runtime.backward import backward
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.microbatch import map_nested
 from fxpipe.runtime.portal import Wire
@@ -78,7 +79,7 @@ class Objective:
         self._losses[i] = loss.detach()
         del output
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
-        torch.autograd.backward([scaled], [torch.full_like(scaled, self._weights[i])])
+        backward([scaled], [torch.full_like(scaled, self._weights[i])])
         self._end.send_gradients(i)
 
     def loss(self) -> Tensor:

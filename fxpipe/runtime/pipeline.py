@@ -185,7 +185,7 @@ class Pipeline(nn.Module):
         end = End(call, self._outputs, self._structure())
         objective = Objective(loss_fn, targets, [n / sum(rows) for n in rows], end, scaler)
         device = call.device(call.n)
-        step = Step(call, lambda i: objective.run(i, device))
+        step = Step(call, lambda i: objective.run(i, device), self._schedule.split)
         run(step, call)
         gradients = [
             step.input_gradient(spec, tensor, rows)

@@ -156,8 +156,8 @@ class _Conductor:
     def run(self) -> None:
         """Run all that is left of the step."""
         pipe, ambient = self._first.pipe, self._first.ambient
-        step = Step(self._call, lambda i: None)
         table = pipe._schedule.first(self._call.m)
+        step = Step(self._call, lambda i: None, table.split)
         order = clock_order(table)
         if not ambient.grad:
             order = [action for action in order if action.kind is Kind.FORWARD]

@@ -4,7 +4,7 @@ Stages share no autograd graph: what a stage receives enters its graph through `
 catches the gradient, and each backward is called by the stage's own lane.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from fxpipe.runtime.backward import backward
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.checkpoint import Replay, recomputes
 from fxpipe.runtime.manifest import InputSpec
@@ -39,11 +40,17 @@ class _Pending:
 
 
 class Step:
-    """One step. `at_end(i)` runs on the last stage's lane once micro-batch i has come there."""
+    """One step. `at_end(i)` runs on the last stage's lane once micro-batch i has come there.
 
-    def __init__(self, call: Call, at_end: Callable[[int], None]) -> None:
+    `halved` are the stages and micro-batches whose backward is I and W.
+    """
+
+    def __init__(
+        self, call: Call, at_end: Callable[[int], None], halved: Set[tuple[int, int]]
+    ) -> None:
         self._call = call
         self._at_end = at_end
+        self._halved = halved
         self._pending: dict[tuple[int, int], _Pending] = {}
         self._split: dict[tuple[int, int], SplitBackward] = {}
 
@@ -102,7 +109,7 @@ class Step:
             gradients = [graph and output.is_floating_point() for output in outputs]
         else:
             received = receive(tensors, slots)
-            begins = {wire: get_gradient_edge(received[wire]) for wire in slots}
+            begins = self._begins(j, i, received, slots)
             outputs, random = stage.forward(_arguments(stage, received), random)
             del received
             self._pending[j, i] = _Pending(slots, _edges(outputs), begins)
@@ -124,7 +131,7 @@ class Step:
         gradients.clear()
         pending.edges = ()
         if roots:
-            torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
+            backward([edge for edge, _ in roots], [grad for _, grad in roots])
         return {wire: slot.gradient for wire, slot in pending.slots.items()}
 
     def _input_gradients(
@@ -142,12 +149,19 @@ class Step:
         pending = self._pending.pop((j, i))
         if pending.replay is not None and pending.inputs is not None:
             received = receive(pending.inputs, pending.slots)
-            pending.begins = {wire: get_gradient_edge(received[wire]) for wire in pending.slots}
+            pending.begins = self._begins(j, i, received, pending.slots)
             with self._call.span(j, f"again {j}F{i}", RECOMPUTE):
                 again = pending.replay.again(_arguments(self._call.stages[j], received))
             pending.edges = _edges(again)
             pending.replay = pending.inputs = None
         return pending
+
+    def _begins(
+        self, j: int, i: int, received: Mapping[Wire, Tensor], slots: Iterable[Wire]
+    ) -> dict[Wire, GradientEdge]:
+        if (j, i) not in self._halved:
+            return {}
+        return {wire: get_gradient_edge(received[wire]) for wire in slots}
 
 
 def _arguments(stage: Stage, values: Mapping[Wire, Tensor]) -> list[Tensor]:
