@@ -24,24 +24,26 @@ class NoChunk:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A sequence without its tensors: None stands at their `places`."""
+    """A value without its tensors: of a tuple its other items, None at the tensors' `places`."""
 
-    values: tuple[Any, ...]
+    items: tuple[Any, ...]
     places: tuple[int, ...]
+    atomic: bool
 
-    def fill(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The sequence with these tensors."""
-        values = list(self.values)
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
+        """The value with these tensors."""
+        items = list(self.items)
         for place, tensor in zip(self.places, tensors, strict=True):
-            values[place] = tensor
-        return values
+            items[place] = tensor
+        return items[0] if self.atomic else tuple(items)
 
 
-def split(values: Sequence[Any]) -> tuple[Form, list[Tensor]]:
-    """The form of a sequence, and its tensors."""
-    places = tuple(k for k, value in enumerate(values) if isinstance(value, Tensor))
-    rest = tuple(None if isinstance(value, Tensor) else value for value in values)
-    return Form(rest, places), [values[k] for k in places]
+def split(value: Any) -> tuple[Form, list[Tensor]]:
+    """The form of a tensor or a tuple, and its tensors."""
+    items = value if isinstance(value, tuple) else (value,)
+    places = tuple(k for k, item in enumerate(items) if isinstance(item, Tensor))
+    rest = tuple(None if isinstance(item, Tensor) else item for item in items)
+    return Form(rest, places, not isinstance(value, tuple)), [items[k] for k in places]
 
 
 def scatter(inputs: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:

@@ -7,8 +7,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fxpipe.compat.forward import Caller, Forward, Partition
+from fxpipe.compat.forward import Forward
 from fxpipe.compat.microbatch import gather
+from fxpipe.compat.partition import Caller, Partition
 from fxpipe.compat.skip.layout import inspect_skip_layout
 from fxpipe.runtime import stream
 from fxpipe.runtime.batchnorm import deferred
@@ -62,18 +63,15 @@ class Partitioned(nn.Module):
         if self.training:
             for norm in deferred(self.partitions):
                 norm.begin(m)
-        named = zip(self.partitions, self.devices, strict=True)
         n_recomputed = self._n_recomputed(m)
         draws = self._draws.get(self.training, True)
-        forward = Forward(
-            [Partition(j, module, device) for j, (module, device) in enumerate(named)],
-            call,
-            self._routes,
-            Links(self.devices, copies),
-            m,
-            n_recomputed,
-            draws,
-        )
+        routes = self._routes
+        partitions = [
+            Partition(j, module, device, routes.popped[j], routes.stashed[j])
+            for j, (module, device) in enumerate(zip(self.partitions, self.devices, strict=True))
+        ]
+        links = Links(self.devices, copies)
+        forward = Forward(partitions, call, links, m, n_recomputed, draws)
         before = self._random_states()
         seeds = microbatch_seeds(m) if draws else [0] * m
         for i, (piece, seed) in enumerate(zip(pieces, seeds, strict=True)):

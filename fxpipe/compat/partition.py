@@ -1,0 +1,101 @@
+"""A partition's forward on one micro-batch as a function from tensors to tensors.
+
+Its inputs are the tensors of the value that it takes and of the skips that it pops; its outputs
+those of the value that it returns and of what it stashes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.compat.microbatch import Form, split
+from fxpipe.compat.skip.tracker import Skip, SkipTracker, use_skip_tracker
+from fxpipe.errors import StageError
+from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.random import RandomStream, drawing
+from fxpipe.runtime.recomputing import checkpointing, recomputing, versions
+
+# Calls a partition with a value, which is a tensor or a tuple, and checks what it returns.
+Caller = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Partition `index`, and the device that its lane computes on.
+
+    `popped` are the skips that come from other partitions, `stashed` those that go to others, each
+    with the other's index.
+    """
+
+    index: int
+    module: nn.Module
+    device: torch.device
+    popped: Mapping[Skip, int]
+    stashed: Mapping[Skip, int]
+
+
+class Run:
+    """The function for values of the form `given` and skips of the form `skips`.
+
+    `made` are the forms of what it last returned. It holds no tensors, since the graph holds it
+    until backward. Unless it `draws`, random numbers are those of torch's own generators.
+    """
+
+    def __init__(
+        self, partition: Partition, call: Caller, given: Form, skips: Form, draws: bool
+    ) -> None:
+        self.partition = partition
+        self._call = call
+        self._given = given
+        self._skips = skips
+        self._draws = draws
+        self.made: tuple[Form, Form]
+
+    def __call__(
+        self, tensors: Sequence[Tensor], random: RandomStream
+    ) -> tuple[list[Tensor], RandomStream]:
+        """The outputs, and where the random numbers end."""
+        partition, n = self.partition, len(self._given.places)
+        popped = zip(partition.popped, self._skips.fill(tensors[n:]), strict=True)
+        tracker = SkipTracker(dict(popped))
+        drawn = drawing(random, partition.device) if self._draws else nullcontext()
+        with use_skip_tracker(tracker), drawn as mode:
+            value = self._call(partition.module, self._given.fill(tensors[:n]))
+        form, outputs = split(value)
+        skips, stashed = split(tuple(tracker.tensors.pop(skip) for skip in partition.stashed))
+        self.made = form, skips
+        return [*outputs, *stashed], random if mode is None else mode.end
+
+
+class Twice:
+    """A run that checkpointing does twice, with equal random numbers and autocast."""
+
+    def __init__(self, run: Run, random: RandomStream) -> None:
+        self._run = run
+        self._random = random
+        self._ambient = Ambient.capture()
+
+    def first(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], RandomStream]:
+        """The outputs, without a graph. Raises StageError."""
+        before = versions(inputs)
+        with checkpointing(self._ambient):
+            outputs, end = self._run(inputs, self._random)
+        for tensor, was, now in zip(inputs, before, versions(inputs), strict=True):
+            # Of one with a gradient torch itself tells in the recomputation.
+            if was != now and not tensor.requires_grad:
+                raise StageError(
+                    f"partition {self._run.partition.index} writes its input in place, so it "
+                    "can't be computed again: make that op not in-place, or give "
+                    "checkpoint='never'"
+                )
+        return [output.detach() for output in outputs], end
+
+    def again(self, inputs: Sequence[Tensor], bound: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """The outputs with their graph."""
+        with recomputing(self._ambient):
+            outputs, _ = self._run(inputs, self._random)
+        return tuple(outputs)
