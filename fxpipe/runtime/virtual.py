@@ -4,9 +4,10 @@ A group is a green context of CUDA's driver: what is launched on its streams run
 The groups share the GPU's memory, so that nothing is copied between them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -39,14 +40,23 @@ def cut(gpu: int, of: int) -> tuple[VirtualDevice, ...]:
     return tuple(VirtualDevice(gpu, of, index) for index in range(of))
 
 
-@cache
 def compute_stream(device: VirtualDevice) -> torch.cuda.Stream:
     """The stream that a lane on `device` computes on: one for the process."""
-    return new_stream(device)
+    return _stream(device, 0)
 
 
 def new_stream(device: VirtualDevice) -> torch.cuda.Stream:
-    """A further stream on the device's SMs."""
+    """A further stream on the device's SMs; after 32 they come again, as torch's own do."""
+    return _stream(device, next(_numbers(device)))
+
+
+@cache
+def _numbers(device: VirtualDevice) -> Iterator[int]:
+    return cycle(range(1, 33))
+
+
+@cache
+def _stream(device: VirtualDevice, number: int) -> torch.cuda.Stream:
     driver = _driver()
     context = _contexts(device.gpu, device.of)[device.index]
     flags, priority = driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0

@@ -1,6 +1,7 @@
 """Nothing of a step outlives it, and within it nothing outlives its last use."""
 
 import gc
+from collections import Counter
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from toys import MODES, SKIPS, TOYS, Part, Toy, both, mean_loss
 
 from fxpipe.errors import StageError
+from fxpipe.runtime import package
 from fxpipe.runtime.call import Call
+from fxpipe.runtime.copy import Links
 from fxpipe.runtime.memory import Tally
 from fxpipe.runtime.step import Step
 from fxpipe.schedule import Kind
@@ -151,6 +154,35 @@ def test_values_are_held_for_the_micro_batches_in_flight_alone(tmp_path, mode):
     # Of 8 micro-batches stage j is never further ahead of its backwards than 4 - j; it may be
     # computing one of them again.
     assert all(most[j] <= 4 - j + (mode != "never") for j in range(4))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_receive_buffers_are_those_of_micro_batches_in_flight(tmp_path, monkeypatch, mode):
+    def parse_devices(devices):
+        return tuple(torch.device("cpu", index) for index in range(len(devices)))
+
+    monkeypatch.setattr(package, "parse_devices", parse_devices)
+    _, pipe = both(tmp_path, SKIPS, m=8, schedule="1f1b", checkpoint=mode)
+    copies, most, send = {}, {}, Links.send
+
+    def seen(links, tensor, source, target, i):
+        copied = send(links, tensor, source, target, i)
+        if source < target:
+            assert copied.data_ptr() != tensor.data_ptr()
+            found = copies.setdefault((source, target), [])
+            found.append(StorageWeakRef(copied.untyped_storage()))
+            alive = sum(not reference.expired() for reference in found)
+            most[source, target] = max(most.get((source, target), 0), alive)
+        return copied
+
+    monkeypatch.setattr(Links, "send", seen)
+    pipe.step(*SKIPS.inputs(), loss_fn=mean_loss)
+    wires = Counter(
+        (wire.source, j) for wire, js in pipe._wires[True].readers.items() for j in js if j < 4
+    )
+    # Of 8 micro-batches stage j sends at most 4 - j ahead of their backwards.
+    assert most
+    assert all(most[pair] <= (4 - pair[0]) * wires[pair] for pair in most)
 
 
 class Light(nn.Module):

@@ -59,7 +59,8 @@ def _hopper(monkeypatch):
     )
     yield
     virtual._contexts.cache_clear()
-    virtual.compute_stream.cache_clear()
+    virtual._stream.cache_clear()
+    virtual._numbers.cache_clear()
 
 
 def use(monkeypatch, driver):
@@ -77,13 +78,14 @@ def test_all_groups_are_split_off_at_once(monkeypatch):
 
 
 @pytest.mark.usefixtures("_hopper")
-def test_a_device_has_one_compute_stream_and_any_number_of_others(monkeypatch):
+def test_a_device_has_one_compute_stream_and_32_others(monkeypatch):
     use(monkeypatch, Driver())
     first, second = virtual.cut(1, 2)
     own = virtual.compute_stream(first)
     assert own == (1, "cuda:1")
     assert virtual.compute_stream(VirtualDevice(1, 2, 0)) == own
-    assert len({own, virtual.compute_stream(second), virtual.new_stream(first)}) == 3
+    others = {virtual.new_stream(first) for _ in range(100)}
+    assert len({own, virtual.compute_stream(second), *others}) == 34
 
 
 @pytest.mark.usefixtures("_hopper")
