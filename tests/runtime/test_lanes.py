@@ -115,6 +115,61 @@ def test_a_stages_exception_names_stage_micro_batch_and_line(tmp_path, run, sche
     assert_same_state(pipe, model)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "mode", "receives", "says"),
+    [
+        ("1f1b", "never", True, "stage 1 failed in 1B0: ValueError: no gradient"),
+        ("1f1b", "always", True, "stage 1 failed in 1B0: ValueError: no gradient"),
+        ("split", "never", True, "stage 1 failed in 1I0: ValueError: no gradient"),
+        ("split", "never", False, "stage 1 failed in 1W0: ValueError: no gradient"),
+    ],
+)
+def test_an_exception_in_backward_names_the_action(tmp_path, schedule, mode, receives, says):
+    model, pipe = both(tmp_path, CHAIN, schedule=schedule, checkpoint=mode)
+
+    def refuse(gradient):
+        raise ValueError("no gradient")
+
+    def hook(module, inputs, output):
+        if output.requires_grad and receives:
+            output.register_hook(refuse)
+
+    parameter = next(pipe._stages[1].module.parameters())
+    refusing = parameter.register_hook(refuse) if not receives else None
+    watching = pipe._stages[1].module.register_forward_hook(hook)
+    with pytest.raises(StageError, match=says):
+        pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
+    watching.remove()
+    if refusing is not None:
+        refusing.remove()
+    pipe.zero_grad()
+    pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
+    plain_step(CHAIN, model, CHAIN.inputs(), 4)
+    assert_same_state(pipe, model)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_lane_runs_its_row_in_order(tmp_path, schedule):
+    """Seen by hooks of a stage's module, of the gradient of what it gave and of its weight's."""
+    _, pipe = both(tmp_path, CHAIN, schedule=schedule)
+    seen, forwards, given = [], iter(range(4)), []
+
+    def forward(module, inputs, output):
+        i = next(forwards)
+        seen.append(f"1F{i}")
+        output.register_hook(lambda gradient: given.append(i))
+        output.register_hook(lambda gradient: seen.append(f"1{'BI'[schedule == 'split']}{i}"))
+
+    def weight(gradient):
+        if schedule == "split":
+            seen.append(f"1W{given.pop(0)}")
+
+    pipe._stages[1].module.register_forward_hook(forward)
+    next(pipe._stages[1].module.parameters()).register_hook(weight)
+    pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
+    assert seen == [str(action) for action in pipe._schedule.rows[1]]
+
+
 def test_an_exception_in_loss_fn_names_the_micro_batch(tmp_path):
     _, pipe = both(tmp_path, CHAIN)
     with pytest.raises(StageError, match="loss_fn failed on micro-batch 0: ZeroDivisionError"):

@@ -47,11 +47,12 @@ def _without_collector():
     gc.enable()
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "split"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", TOYS)
-def test_no_tensor_of_a_step_or_call_is_alive_after_it(tmp_path, name, mode):
+def test_no_tensor_of_a_step_or_call_is_alive_after_it(tmp_path, name, mode, schedule):
     toy = TOYS[name]
-    _, pipe = both(tmp_path, toy, schedule="1f1b", checkpoint=mode)
+    _, pipe = both(tmp_path, toy, schedule=schedule, checkpoint=mode)
     x = toy.inputs()
     # Torch imports parts of itself in the first random op, and keeps its frames until collection.
     pipe.step(*x, loss_fn=mean_loss)
