@@ -1,7 +1,7 @@
 """The package at work: an `nn.Module` with the original's state, and a training step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from fxpipe.errors import DeviceError, InputError
-from fxpipe.runtime import microbatch, stream, ties, trace, weights
+from fxpipe.runtime import microbatch, stream, ties, weights
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.clock import Clock
@@ -32,6 +32,7 @@ from fxpipe.runtime.state import State
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import Device, Stream
 from fxpipe.runtime.structure import Structure, rebuild
+from fxpipe.runtime.trace import Trace
 from fxpipe.runtime.weight_files import WeightFiles
 from fxpipe.schedule import Action, Schedule, clock_order
 
@@ -90,8 +91,7 @@ class Pipeline(nn.Module):
         self._wires = {training: Wires.of(manifest, training) for training in (True, False)}
         self._outputs = [Wire(source_of(o.stage), o.value) for o in manifest.outputs]
         self._workers: Workers | None = None
-        self._tracing = False
-        self._recorder: trace.Recorder | None = None
+        self._trace: Trace | None = None
         self._memory: Memory | None = None
         self._captures = capture is not None
         self._graphs: Graphs | None = None
@@ -160,7 +160,7 @@ class Pipeline(nn.Module):
             raise InputError("step computes gradients: call it outside of torch.no_grad()")
         inputs = self._inputs(args, kwargs)
         eager = partial(self._step, self._run_table)
-        if self._captures and not self._tracing:
+        if self._captures and self._trace is None:
             self._graphs = self._graphs or Graphs(self._devices, self._stages)
             in_order = partial(self._step, self._run_in_order)
             loss, gradients = self._graphs.step(in_order, eager, inputs, target, loss_fn, scaler)
@@ -200,28 +200,22 @@ class Pipeline(nn.Module):
         """
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
-    @contextmanager
-    def trace(self, path: str | Path) -> Iterator[None]:
-        """Write the last step of the block to `path`, the predicted step beside it.
+    def trace(self, path: str | Path) -> AbstractContextManager[None]:
+        """Write the last step of a `with` block to `path`, the predicted step beside it.
 
             with pipe.trace("step.json"):
                 pipe.step(x, target=y, loss_fn=loss_fn)
 
-        The file is for ui.perfetto.dev or chrome://tracing: a row per device, with F, B,
+        The file is for ui.perfetto.dev or chrome://tracing: a row per device, with F, B, I, W and
         recomputation in it, and copies below; on CUDA the times are those of the device. What is
         predicted is the schedule that the package was compiled with. Raises InputError if no step
         ran.
         """
-        self._tracing = True
-        try:
-            yield
-            if self._recorder is None:
-                raise InputError("no step ran while it was to be traced: call pipe.step(...)")
-            lanes, timeline = [*map(str, self._devices)], self._manifest.estimate.timeline
-            trace.write(path, lanes, timeline, self._recorder.events())
-        finally:
-            self._tracing = False
-            self._recorder = None
+
+        def use(found: Trace | None) -> None:
+            self._trace = found
+
+        return Trace(path, self._devices, self._manifest.estimate.timeline, use)
 
     def memory(self) -> Memory:
         """The peak bytes of each device over a step: predicted, and measured in a `with` block.
@@ -288,7 +282,7 @@ class Pipeline(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what runs it, so that `copy.deepcopy` works."""
-        gone = ("_workers", "_recorder", "_memory", "_graphs")
+        gone = ("_workers", "_trace", "_memory", "_graphs")
         return self.__dict__ | dict.fromkeys(gone)
 
     def __repr__(self) -> str:
@@ -388,9 +382,8 @@ class Pipeline(nn.Module):
         rows: Sequence[Sequence[Action]],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        if self._tracing:
-            self._recorder = trace.Recorder(self._devices)
-            call.record(self._recorder)
+        if self._trace is not None:
+            call.record(self._trace.recorder())
         with ties.collected(self._state.ties, self._state.parameters(self)):
             jobs = [partial(step.run_row, lane, row) for lane, row in enumerate(rows)]
             self._run(jobs, call, meanwhile)

@@ -5,12 +5,13 @@ marked on the stream that does it, so on CUDA the times are the device's own, no
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fxpipe.errors import InputError
 from fxpipe.runtime import stream
 from fxpipe.runtime.stream import Device, Mark, Stream
 from fxpipe.schedule import Action, Schedule
@@ -97,6 +98,42 @@ class Recorder:
             stream.synchronize(device)
 
 
+class Trace:
+    """As a context, writes the last step of the block to `path`, beside that of `timeline`.
+
+    `use` is told what to record steps with, and at last that nothing is.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        devices: Sequence[Device],
+        timeline: Sequence[str],
+        use: Callable[["Trace | None"], None],
+    ) -> None:
+        self._path = Path(path)
+        self._devices = tuple(devices)
+        self._timeline = tuple(timeline)
+        self._use = use
+        self._last: Recorder | None = None
+
+    def recorder(self) -> Recorder:
+        """For a step that begins."""
+        self._last = Recorder(self._devices)
+        return self._last
+
+    def __enter__(self) -> None:
+        self._use(self)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._use(None)
+        if kind is not None:
+            return
+        if self._last is None:
+            raise InputError("no step ran while it was to be traced: call pipe.step(...)")
+        write(self._path, [*map(str, self._devices)], self._timeline, self._last.events())
+
+
 def timeline_of(schedule: Schedule, spans: Spans) -> tuple[str, ...]:
     """When each action of the table begins and ends, as plan.json keeps it."""
     return tuple(
@@ -120,7 +157,7 @@ def predicted(timeline: Sequence[str]) -> list[Event]:
 
 
 def write(
-    path: str | Path, lanes: Sequence[str], timeline: Sequence[str], measured: Sequence[Event]
+    path: Path, lanes: Sequence[str], timeline: Sequence[str], measured: Sequence[Event]
 ) -> None:
     """Write both steps as Trace Event JSON, each a process, with a row per lane of each."""
     events: list[dict[str, Any]] = []
@@ -140,7 +177,7 @@ def write(
             events.append(_named("thread_name", process, row, name=text))
             events.append(_named("thread_sort_index", process, row, sort_index=row))
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1)
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _complete(event: Event, process: int, row: int) -> dict[str, Any]:
