@@ -1,6 +1,5 @@
-"""What is measured of the machine rather than of the model: memory per device, links between."""
+"""What is measured of the machine rather than of the model: links between devices."""
 
-import os
 import queue
 import statistics
 import threading
@@ -14,19 +13,6 @@ from fxpipe.runtime.stream import Device, place, synchronize
 
 _SMALL_BYTES = 4 * 1024
 _LARGE_BYTES = 64 * 1024**2
-
-
-def capacity_bytes(devices: Sequence[Device]) -> int:
-    """Bytes that the smallest device holds; those on one machine's or GPU's memory share it."""
-    capacities = []
-    places = [place(device) for device in devices]
-    for device in places:
-        if device.type == "cuda":
-            whole = int(torch.cuda.get_device_properties(device).total_memory)
-        else:
-            whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        capacities.append(whole // places.count(device))
-    return min(capacities)
 
 
 def measure_link(devices: Sequence[Device]) -> Link:

@@ -16,9 +16,16 @@ from torch import Tensor, nn
 
 from fxpipe.interpret import DTYPE, TRAINING, run_graph, untouched
 from fxpipe.ir import Capture, OpCost, Profile
-from fxpipe.machine import capacity_bytes, measure_link
+from fxpipe.machine import measure_link
 from fxpipe.meter import Meter, StopWatch, backward_ms, first_microbatch
-from fxpipe.runtime.stream import Device, current_stream, place, threads_per_lane, use_streams
+from fxpipe.runtime.stream import (
+    Device,
+    capacities,
+    current_stream,
+    place,
+    threads_per_lane,
+    use_streams,
+)
 
 _REPEATS = 5
 
@@ -56,7 +63,7 @@ def profile(
         costs=costs,
         link=measure_link(devices),
         device=str(devices[0]),
-        capacity_bytes=capacity_bytes(devices),
+        capacity_bytes=min(capacities(devices)),
         batch=-(-capture.batch // n_microbatches),
         fingerprint=capture.fingerprint,
     )

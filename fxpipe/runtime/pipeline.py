@@ -27,6 +27,7 @@ from fxpipe.runtime.manifest import Manifest, there
 from fxpipe.runtime.memory import Memory
 from fxpipe.runtime.portal import CALLER, Wire, Wires, source_of
 from fxpipe.runtime.random import RandomStream, microbatch_seeds
+from fxpipe.runtime.room import check_room
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.state import State
 from fxpipe.runtime.step import Step
@@ -91,6 +92,7 @@ class Pipeline(nn.Module):
         self._wires = {training: Wires.of(manifest, training) for training in (True, False)}
         self._outputs = [Wire(source_of(o.stage), o.value) for o in manifest.outputs]
         self._workers: Workers | None = None
+        self._fits = 0  # rows of a micro-batch that are known to fit
         self._trace: Trace | None = None
         self._memory: Memory | None = None
         self._captures = capture is not None
@@ -181,6 +183,7 @@ class Pipeline(nn.Module):
     ) -> tuple[Tensor, list[Tensor | None]]:
         """The loss of a step whose table `run` runs, and the gradients of its inputs."""
         rows, call = self._begin(inputs)
+        self._check_room(max(rows))
         targets = microbatch.split_target(target, rows)
         end = End(call, self._outputs, self._structure())
         objective = Objective(loss_fn, targets, [n / sum(rows) for n in rows], end, scaler)
@@ -192,6 +195,14 @@ class Pipeline(nn.Module):
             for spec, tensor in zip(self._manifest.inputs, inputs, strict=True)
         ]
         return objective.loss(), gradients
+
+    def _check_room(self, rows: int) -> None:
+        """Raise ScheduleError if micro-batches of so many rows don't fit; asked for once."""
+        if rows > self._fits:
+            planned = -(-self._manifest.batch // self._manifest.microbatches)
+            room = stream.capacities(self._devices)
+            check_room(self._schedule, self._stages, room, rows / planned)
+            self._fits = rows
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients down so that their norm over all stages is at most `max_norm`.

@@ -4,6 +4,7 @@ After torchgpipe's `stream.py`. A CPU "stream" is a dummy; every function here t
 the rest of the runtime never asks what device it is on.
 """
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -222,6 +223,18 @@ def synchronize(device: Device) -> None:
     """Wait until `device` has done all that was asked of it."""
     if place(device).type == "cuda":
         torch.cuda.synchronize(place(device))
+
+
+def capacities(devices: Sequence[Device]) -> list[int]:
+    """Bytes that each device holds; those on one machine's or GPU's memory share it."""
+    places = [place(device) for device in devices]
+    return [_whole_bytes(where) // places.count(where) for where in places]
+
+
+def _whole_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_bytes(device: Device) -> int | None:
