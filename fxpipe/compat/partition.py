@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.compat.buffers import Written
 from fxpipe.compat.microbatch import Form, split
 from fxpipe.compat.skip.tracker import Skip, SkipTracker, use_skip_tracker
 from fxpipe.errors import StageError
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.random import RandomStream, drawing
 from fxpipe.runtime.recomputing import checkpointing, recomputing, versions
+from fxpipe.runtime.stage import swapped
 
 # Calls a partition with a value, which is a tensor or a tuple, and checks what it returns.
 Caller = Callable[[nn.Module, Any], Any]
@@ -36,6 +38,7 @@ class Partition:
     device: torch.device
     popped: Mapping[Skip, int]
     stashed: Mapping[Skip, int]
+    written: Written
 
 
 class Run:
@@ -72,30 +75,34 @@ class Run:
 
 
 class Twice:
-    """A run that checkpointing does twice, with equal random numbers and autocast."""
+    """A run that checkpointing does twice, with equal random numbers, autocast and buffers."""
 
     def __init__(self, run: Run, random: RandomStream) -> None:
         self._run = run
         self._random = random
         self._ambient = Ambient.capture()
+        self._buffers: dict[str, Tensor] = {}
 
     def first(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], RandomStream]:
         """The outputs, without a graph. Raises StageError."""
-        before = versions(inputs)
+        partition = self._run.partition
+        before, watch = versions(inputs), partition.written.watch(partition.module)
         with checkpointing(self._ambient):
             outputs, end = self._run(inputs, self._random)
         for tensor, was, now in zip(inputs, before, versions(inputs), strict=True):
             # Of one with a gradient torch itself tells in the recomputation.
             if was != now and not tensor.requires_grad:
                 raise StageError(
-                    f"partition {self._run.partition.index} writes its input in place, so it "
-                    "can't be computed again: make that op not in-place, or give "
-                    "checkpoint='never'"
+                    f"partition {partition.index} writes its input in place, so it can't be "
+                    "computed again: make that op not in-place, or give checkpoint='never'"
                 )
+        self._buffers = watch.end()
         return [output.detach() for output in outputs], end
 
     def again(self, inputs: Sequence[Tensor], bound: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """The outputs with their graph."""
-        with recomputing(self._ambient):
+        """The outputs with their graph; what it writes into buffers is dropped."""
+        module = self._run.partition.module
+        buffers = {name: value.clone() for name, value in self._buffers.items()}
+        with recomputing(self._ambient), swapped(module, "_buffers", buffers):
             outputs, _ = self._run(inputs, self._random)
         return tuple(outputs)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fxpipe.compat.buffers import Written
 from fxpipe.compat.forward import Forward
 from fxpipe.compat.microbatch import gather
 from fxpipe.compat.partition import Caller, Partition
@@ -49,6 +50,7 @@ class Partitioned(nn.Module):
         self.partitions = nn.ModuleList(partitions)
         self.devices = list(devices)
         self._routes = inspect_skip_layout(partitions)
+        self._written = [Written() for _ in partitions]
         self._workers: tuple[Lanes, list[list[Stream]]] | None = None
         # Whether its forward draws random numbers, in training and else; unknown at first.
         self._draws: dict[bool, bool] = {}
@@ -67,8 +69,8 @@ class Partitioned(nn.Module):
         draws = self._draws.get(self.training, True)
         routes = self._routes
         partitions = [
-            Partition(j, module, device, routes.popped[j], routes.stashed[j])
-            for j, (module, device) in enumerate(zip(self.partitions, self.devices, strict=True))
+            Partition(j, module, self.devices[j], routes.popped[j], routes.stashed[j], written)
+            for j, (module, written) in enumerate(zip(self.partitions, self._written, strict=True))
         ]
         links = Links(self.devices, copies)
         forward = Forward(partitions, call, links, m, n_recomputed, draws)

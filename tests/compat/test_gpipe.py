@@ -341,6 +341,52 @@ def test_nothing_of_a_step_stays_alive(checkpoint):
     assert all(reference() is None for reference in alive)
 
 
+class Counting(nn.Module):
+    """Its output depends on a buffer that it writes, and on one that it replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("written", torch.ones(1, dtype=torch.float64))
+        self.register_buffer("replaced", torch.ones(1, dtype=torch.float64))
+        self.register_buffer("read", torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x):
+        self.written += 1
+        self.replaced = self.replaced * 2
+        return x * self.written.clone() * self.replaced * self.read
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_buffers_are_written_once_and_recomputation_sees_them_as_they_were(checkpoint):
+    model = nn.Sequential(Counting(), nn.BatchNorm1d(4)).double()
+    plain = copy.deepcopy(model)
+    pipe = on_cpu(model, [1, 1], chunks=3, checkpoint=checkpoint)
+    for _ in range(2):
+        xs = [batch(12).requires_grad_() for _ in range(2)]
+        xs[1].data.copy_(xs[0])
+        torch.cat([plain(x) for x in xs[0].chunk(3)]).square().sum().backward()
+        pipe(xs[1]).square().sum().backward()
+        torch.testing.assert_close(xs[0].grad, xs[1].grad)
+        for one, other in zip(plain.buffers(), pipe.buffers(), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_batch_norm_that_was_frozen_at_first_counts_each_micro_batch_once(checkpoint):
+    norm = nn.BatchNorm1d(4).double()
+    plain = copy.deepcopy(norm)
+    pipe = on_cpu(nn.Sequential(norm), [1], chunks=3, checkpoint=checkpoint)
+    for frozen in (True, False, False):
+        x = batch(12)
+        for each in (norm, plain):
+            each.train(not frozen)
+        for piece in x.chunk(3):
+            plain(piece)
+        pipe(x).sum().backward()
+        for one, other in zip(plain.buffers(), norm.buffers(), strict=True):
+            torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_deferred_batch_norm_sees_the_mini_batch(checkpoint):
     norm = nn.BatchNorm1d(4).double()
