@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from fxpipe.errors import DeviceError, InputError
-from fxpipe.runtime import microbatch, stream, ties, weights
+from fxpipe.errors import InputError
+from fxpipe.runtime import microbatch, stream, ties
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.clock import Clock
@@ -25,23 +25,16 @@ from fxpipe.runtime.lanes import Lanes
 from fxpipe.runtime.leaves import in_mode
 from fxpipe.runtime.manifest import Manifest, there
 from fxpipe.runtime.memory import Memory
+from fxpipe.runtime.original import Original
 from fxpipe.runtime.portal import CALLER, Wire, Wires, source_of
 from fxpipe.runtime.random import RandomStream, microbatch_seeds
 from fxpipe.runtime.room import check_room
 from fxpipe.runtime.stage import Stage
-from fxpipe.runtime.state import State
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import Device, Stream
 from fxpipe.runtime.structure import Structure, rebuild
 from fxpipe.runtime.trace import Trace
-from fxpipe.runtime.weight_files import WeightFiles
 from fxpipe.schedule import Action, Schedule, clock_order
-
-
-def _with_extra(pipe: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """A hook of `state_dict` that adds what the original's modules had added to theirs."""
-    assert isinstance(pipe, Pipeline)
-    state.update({f"{prefix}{key}": value for key, value in pipe._extra.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +54,11 @@ class Visit:
     ambient: Ambient
 
 
-class Pipeline(nn.Module):
+class Pipeline(Original):
     """A compiled model: call it like the original, or train it with `step`.
 
-    Parameters and buffers have the original's names and order; all attributes of its own are
-    private, since children are named by the user. A batch is cut into `manifest.microbatches`
-    micro-batches along dimension 0. Outputs are on the last stage's device.
+    A batch is cut into `manifest.microbatches` micro-batches along dimension 0. Outputs are on the
+    last stage's device.
     """
 
     def __init__(
@@ -79,16 +71,13 @@ class Pipeline(nn.Module):
         components: Components = ALL,
         capture: str | None = None,
     ) -> None:
-        super().__init__()
         if capture not in (None, "graph"):
             raise InputError(f"there is no capture {capture!r}: graph, or None")
         manifest, stages = components.applied(manifest, stages)
+        super().__init__(manifest.state, stages, devices, buffers)
         self._components = components
         self._manifest = manifest
         self._schedule = schedule
-        # A tuple, so that the stages' modules are not registered a second time.
-        self._stages = tuple(stages)
-        self._devices = tuple(devices)
         self._wires = {training: Wires.of(manifest, training) for training in (True, False)}
         self._outputs = [Wire(source_of(o.stage), o.value) for o in manifest.outputs]
         self._workers: Workers | None = None
@@ -97,10 +86,6 @@ class Pipeline(nn.Module):
         self._memory: Memory | None = None
         self._captures = capture is not None
         self._graphs: Graphs | None = None
-        self._state = State(self, manifest.state, self._stages)
-        self._state.load_buffers(self, buffers)
-        self._extra: dict[str, Any] = {}
-        self.register_state_dict_post_hook(_with_extra)  # type: ignore[no-untyped-call]
 
     @property
     def manifest(self) -> Manifest:
@@ -245,52 +230,6 @@ class Pipeline(nn.Module):
 
         return Memory(self._devices, self._manifest.estimate.peak_bytes, self._stages, count)
 
-    def train(self, mode: bool = True) -> "Pipeline":
-        """Switch between training and evaluation, the stages too."""
-        super().train(mode)
-        for stage in self._stages:
-            stage.module.train(mode)
-        return self
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load the original model's weights; nothing is loaded unless all fit.
-
-        What its modules' `get_extra_state` gave is kept, and given back by `state_dict`. Raises
-        WeightsError that names all missing, unexpected and wrongly shaped keys.
-        """
-        wanted = {name: tensor.shape for name, tensor in self._tensors().items()}
-        extra = {
-            key: value
-            for key, value in state_dict.items()
-            if key not in wanted and key.rpartition(".")[2] == "_extra_state"
-        }
-        given = {key: value for key, value in state_dict.items() if key not in extra}
-        weights.check(wanted, given, lambda name: given[name].shape, strict, "the state_dict")
-        result = super().load_state_dict(given, strict, assign)
-        self._extra |= extra
-        self._state.bind(self)
-        return result
-
-    def load_weights(self, path: str | Path, strict: bool = True) -> None:
-        """Load safetensors: a file, a folder with one, an index of shards, a package's `weights`.
-
-        Keys are the original model's; of a tied parameter one of its names is enough. Each tensor
-        is read on its own and goes to its stage's device and dtype. Nothing is loaded unless all
-        fit; `strict` is as in `load_state_dict`. Raises WeightsError that names all missing,
-        unexpected and wrongly shaped keys.
-        """
-        tensors = self._tensors()
-        with WeightFiles(path) as files:
-            keys = self._state.keys_of(files.keys)
-            wanted = {name: tensor.shape for name, tensor in tensors.items()}
-            weights.check(wanted, keys, lambda name: files.shape(keys[name]), strict, str(path))
-            targets = {keys[name]: tensors[name] for name in keys if name in tensors}
-            for key, tensor in targets.items():
-                tensor.copy_(files.read(key))
-        self._state.bind(self)
-
     def __getstate__(self) -> dict[str, Any]:
         """All but what runs it, so that `copy.deepcopy` works."""
         gone = ("_workers", "_trace", "_memory", "_graphs")
@@ -306,29 +245,6 @@ class Pipeline(nn.Module):
             ),
         ]
         return "\n".join(lines)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Pipeline":
-        """Refuse to move; change dtypes of stages and tree alike."""
-        for device in set(map(stream.place, self._devices)):
-            try:
-                moved = fn(torch.empty(0, device=device)).device != device
-            except (AssertionError, RuntimeError) as error:
-                raise self._fixed(str(error)) from error
-            if moved:
-                raise self._fixed(f"stages are on {', '.join(map(str, self._devices))}")
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._state.bind(self)
-        return self
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """The state_dict without what modules added to it."""
-        return {key: value for key, value in self.state_dict().items() if key not in self._extra}
-
-    def _fixed(self, reason: str) -> DeviceError:
-        return DeviceError(
-            f"a pipeline can't be moved as a whole ({reason}): load the package again with "
-            f"devices=..., {len(self._devices)} of them, and load_state_dict this one's weights"
-        )
 
     def _structure(self) -> Structure:
         return in_mode(self._manifest.output_structure, self.training)
