@@ -83,7 +83,9 @@ def measure(work: Workload, peer: Peer, compiled: bool, rounds: int) -> dict[str
         return total
 
     with tempfile.TemporaryDirectory() as folder:
-        package = fxpipe.compile(model, (x,), devices=["cpu"] * 2, microbatches=work.m)
+        package = fxpipe.compile(
+            model, (x,), devices=["cpu"] * 2, microbatches=work.m, checkpoint="never"
+        )
         out = package.write(f"{folder}/out", weights=True)
         ours = {"fxpipe": fxpipe.load(out)}
         if compiled:
