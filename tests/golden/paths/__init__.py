@@ -12,11 +12,15 @@ there is a folder `weights`, load() has loaded what is in it.
 """
 
 from pathlib import Path
+from typing import Any
 
 from fxpipe.runtime import Devices, Pipeline
 from fxpipe.runtime import load as _load
 
 
-def load(devices: Devices | None = None) -> Pipeline:
-    """The pipeline on `devices` ("cpu*2", "cuda:0,cuda:1"); those it was planned for if None."""
-    return _load(Path(__file__).parent, devices)
+def load(devices: Devices | None = None, **options: Any) -> Pipeline:
+    """The pipeline on `devices` ("cpu*2", "cuda:0,cuda:1"); those it was planned for if None.
+
+    `options` are those of `fxpipe.load`.
+    """
+    return _load(Path(__file__).parent, devices, **options)
