@@ -18,6 +18,7 @@ from common import example, machine, peak_bytes, seconds, size
 from torch import Tensor
 
 import fxpipe
+from fxpipe.runtime.stream import place
 
 M = 8
 ROWS = {
@@ -59,8 +60,9 @@ def main() -> None:
         first = None
         for name, without in ROWS.items():
             pipe = fxpipe.load(out, devices=options.devices, without=without)
-            given, target = x.to(pipe.devices[0]), torch.ones(options.batch, 1, *x.shape[2:])
-            rate, held = measure(pipe, given, target.to(pipe.devices[-1]), options.repeats)
+            first_place, last_place = place(pipe.devices[0]), place(pipe.devices[-1])
+            target = torch.ones(options.batch, 1, *x.shape[2:], device=last_place)
+            rate, held = measure(pipe, x.to(first_place), target, options.repeats)
             first = first or rate
             print(f"| {name} | {rate:.1f} | {rate / first:.2f} | {size(held)} |")
 
