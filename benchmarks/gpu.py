@@ -5,13 +5,14 @@
     python benchmarks/gpu.py --write     and keep it in benchmarks/GPU.md
 
 Both run on the virtual devices `cuda:0/4`, torchgpipe's compute streams being set to theirs; the
-same model and batch, 8 micro-batches, SGD. Ours steps by 1F1B, theirs is called and calls backward;
-plain is the model on one of the four. They take turns of several steps; rates are the medians of
-turns, memory is the peak of the whole GPU.
+same model and batch, 8 micro-batches, SGD. Ours steps by 1F1B (or --schedule), theirs is called
+and calls backward; plain is the model on one of the four. They take turns of several steps; rates
+are the medians of turns, memory is the peak of the whole GPU.
 """
 
 import argparse
 import statistics
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -107,24 +108,28 @@ def rate(
     return rows / taken, torch.cuda.max_memory_allocated() / GIB
 
 
-def measure(work: Work, peer: bool, turns: int, steps: int) -> dict[str, tuple[float, float]]:
+def measure(work: Work, peer: bool, options: Namespace) -> dict[str, tuple[float, float]]:
     """By who runs: the median rate and the peak GiB."""
     streams = [current_stream(device) for device in parse_devices(DEVICES)]
     x, target = (tensor.cuda() for tensor in work.batch())
+    # Half of the batch, as compiling compares the graph with the whole model, on the GPU.
+    package = fxpipe.compile(
+        work.build().cuda(),
+        (x[: len(x) // 2],),
+        devices=DEVICES,
+        microbatches=M,
+        schedule=options.schedule,
+        checkpoint=work.checkpoint,
+    )
+
+    def taken(model: nn.Module, backward: Callable[[], object]) -> tuple[float, float]:
+        return rate(model, backward, len(x), options.steps)
 
     def ours() -> tuple[float, float]:
         with TemporaryDirectory() as folder:
-            package = fxpipe.compile(
-                work.build(),
-                (x.cpu(),),
-                devices=DEVICES,
-                microbatches=M,
-                checkpoint=work.checkpoint,
-            )
-            capture = {"capture": work.capture} if work.capture else {}
-            pipe = fxpipe.load(package.write(f"{folder}/out"), devices=DEVICES, **capture)
-        step = lambda: pipe.step(x, target=target, loss_fn=work.loss_fn)  # noqa: E731
-        return rate(pipe, step, len(x), steps)
+            out = package.write(f"{folder}/out")
+            pipe = fxpipe.load(out, devices=DEVICES, capture=work.capture)
+        return taken(pipe, lambda: pipe.step(x, target=target, loss_fn=work.loss_fn))
 
     def theirs() -> tuple[float, float]:
         from torchgpipe import GPipe
@@ -140,16 +145,16 @@ def measure(work: Work, peer: bool, turns: int, steps: int) -> dict[str, tuple[f
         )
         # The loss is computed on the last partition's stream, or it would not wait for the output.
         with computing_on(streams), torch.cuda.stream(streams[-1]):
-            return rate(pipe, lambda: work.loss_fn(pipe(x), target).backward(), len(x), steps)
+            return taken(pipe, lambda: work.loss_fn(pipe(x), target).backward())
 
     def plain() -> tuple[float, float]:
         model = work.build().cuda()
         with torch.cuda.stream(streams[0]):
-            return rate(model, lambda: work.loss_fn(model(x), target).backward(), len(x), steps)
+            return taken(model, lambda: work.loss_fn(model(x), target).backward())
 
     runs = {"plain": plain, "fxpipe": ours, **({"torchgpipe": theirs} if peer else {})}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for _ in range(turns):
+    for _ in range(options.turns):
         for name, run in runs.items():
             found[name].append(run())
     return {
@@ -171,6 +176,7 @@ def row(work: Work, measured: dict[str, tuple[float, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--works", type=int, nargs="*", default=range(len(WORKS)))
+    parser.add_argument("--schedule", default="1f1b", help="ours, as compile has it")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--write", action="store_true", help="keep it in GPU.md")
@@ -193,7 +199,7 @@ def main() -> None:
     ]
     print("\n".join(lines))
     for k in options.works:
-        measured = measure(WORKS[k], peer, options.turns, options.steps)
+        measured = measure(WORKS[k], peer, options)
         lines.append(row(WORKS[k], measured))
         print(lines[-1], flush=True)
     if options.write:
