@@ -36,7 +36,7 @@ def edits(folder: str | Path) -> Edits:
         plan = (folder / _PLAN).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PackageError(f"{folder} is no package of fxpipe: its {_PLAN}: {error}") from error
-    written = Manifest.from_json(plan).files
+    written = _hashes(folder, plan)
     found = set(_files(folder))
     now = {name: _hash_of_file(folder / name) for name in found & set(written)}
     if _PLAN in written:
@@ -46,6 +46,17 @@ def edits(folder: str | Path) -> Edits:
         missing=tuple(sorted(set(written) - found)),
         added=tuple(sorted(found - {*written, _PLAN})),
     )
+
+
+def _hashes(folder: Path, plan: str) -> dict[str, str]:
+    """What a plan.json says that was written, whichever fxpipe wrote it."""
+    try:
+        return dict(json.loads(plan)["files"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise PackageError(
+            f"{folder / _PLAN} does not say which files are fxpipe's ({error!r}): choose another "
+            "output folder, or move or remove it"
+        ) from error
 
 
 def refuse_loss(path: str | Path) -> None:

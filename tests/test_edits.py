@@ -76,6 +76,18 @@ def test_an_edited_file_is_named_and_never_overwritten(norms, out, name):
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
+def test_what_another_version_wrote_is_replaced_if_unedited(norms, out):
+    plan = json.loads((out / "plan.json").read_text())
+    plan["format"] -= 1
+    del plan["estimate"], plan["files"]["plan.json"]
+    (out / "plan.json").write_text(json.dumps(plan))
+    norms.write(out)
+    assert edits(out) == Edits()
+    (out / "plan.json").write_text("{}")
+    with pytest.raises(PackageError, match=r"plan.json does not say which files are fxpipe's"):
+        norms.write(out)
+
+
 def test_an_edited_file_that_was_moved_away_is_in_nobodys_way(norms, out):
     append(out / "stage_0.py")
     (out / "stage_0.py").rename(out.parent / "mine.py")

@@ -15,7 +15,7 @@ import torch
 from fxpipe.errors import PackageError
 from fxpipe.runtime.structure import Structure
 
-FORMAT = 1
+FORMAT = 2
 UNKNOWN = "unknown"  # a size that depends on what the tensors hold
 
 # The modes in which a value is there.

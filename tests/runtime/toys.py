@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fxpipe.runtime import Pipeline, load
 from fxpipe.runtime.manifest import (
+    FORMAT,
     EstimateSpec,
     InputSpec,
     Manifest,
@@ -174,7 +175,7 @@ def write(
     ] + [StateSpec(name, "buffer", _spec(t, fixed=True)) for name, t in model.named_buffers()]
     n_lanes = max(lanes) + 1
     manifest = Manifest(
-        1,
+        FORMAT,
         "0.1.0",
         torch.__version__,
         toy.model.__name__,
