@@ -2,17 +2,17 @@
 
 Rules, all of them:
 
-- A device runs its row in order, one action at a time. F of stage j waits for F of stage j-1, B for
-  its own F and for B of stage j+1, and each for the messages sent to it.
+- A device runs its row in order, one action at a time. F of stage j waits for F of stage j-1, B or
+  I for its own F and for B or I of stage j+1, W for its own I; each waits for what is sent to it.
 - When F of a stage ends, it sends one message to each later stage on another device that reads from
-  it, nearest first; when B ends, the gradients go straight back the same way. A message holds its
-  ordered pair of devices for latency + bytes / bandwidth; a pair carries one message at a time, in
-  the sender's order. Stages on one device hand over for nothing.
+  it, nearest first; when B or I ends, the gradients go straight back the same way. A message holds
+  its ordered pair of devices for latency + bytes / bandwidth; a pair carries one message at a time,
+  in the sender's order. Stages on one device hand over for nothing.
 - A device always holds its parameters, as many bytes of gradients, and its buffers. A stage holds,
-  for each micro-batch, its saved bytes from the start of F to the end of B, what it receives from
-  the start of the transfer to the end of B, the model's inputs from the start of F to the end of B,
+  for each micro-batch, its saved bytes from the start of F to the end of B or W, what it receives
+  from the start of the transfer to that end, the model's inputs from the start of F to that end,
   and its workspace while an action runs. If it recomputes the micro-batch, its saved bytes count
-  from the start of B only, and B takes the forward's time on top.
+  from the start of B or I only, which takes the forward's time on top.
 - An output that waits in its producer is not counted on its own: it is the receiver's from the
   start of the transfer, and part of the producer's saved bytes if the backward there needs it.
 """
@@ -27,7 +27,10 @@ from fxpipe.schedule_check import check
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One stage on one micro-batch. `input_bytes` are those of the model's inputs it reads."""
+    """One stage on one micro-batch. `input_bytes` are those of the model's inputs it reads.
+
+    `weight_gradient_ms` is what of `backward_ms` is for weights alone.
+    """
 
     forward_ms: float
     backward_ms: float
@@ -36,11 +39,12 @@ class StageCost:
     saved_bytes: int = 0
     input_bytes: int = 0
     workspace_bytes: int = 0
+    weight_gradient_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What stage `source` sends to stage `target` after F, and what gradients come back after B."""
+    """What stage `source` sends to stage `target` after F, and what gradients come back."""
 
     source: int
     target: int
@@ -100,10 +104,11 @@ class _Step:
         self.waits_backward = [[1 + int(j < n - 1)] * m for j in range(n)]
         self.ready_forward = [[0.0] * m for _ in range(n)]
         self.ready_backward = [[0.0] * m for _ in range(n)]
+        self.halved: set[tuple[int, int]] = set()  # I has run
         # What each stage sends after F and after B, nearest first: (stage, bytes, ms).
         self.sends: list[list[tuple[int, int, float]]] = [[] for _ in stages]
         self.returns: list[list[tuple[int, int, float]]] = [[] for _ in stages]
-        # What the end of B lets go of, besides workspace.
+        # What the end of B or W lets go of, besides workspace.
         self.held = [stage.saved_bytes + stage.input_bytes for stage in stages]
         for message in sorted(messages, key=lambda one: one.target - one.source):
             source, target = message.source, message.target
@@ -142,8 +147,9 @@ class _Step:
         )
 
     def _ready(self, action: Action) -> bool:
-        forward = action.kind is Kind.FORWARD
-        waits = self.waits_forward if forward else self.waits_backward
+        if action.kind is Kind.WEIGHT:
+            return (action.stage, action.microbatch) in self.halved
+        waits = self.waits_forward if action.kind is Kind.FORWARD else self.waits_backward
         return not waits[action.stage][action.microbatch]
 
     def _run_action(self, action: Action, device: int, clock: float) -> float:
@@ -161,12 +167,20 @@ class _Step:
             if j + 1 < len(self.stages):
                 self._allow(self.waits_forward, self.ready_forward, j + 1, i, end)
             self._send(device, self.sends[j], self.ready_forward, i, end)
+        elif action.kind is Kind.WEIGHT:
+            start = clock
+            end = start + cost.weight_gradient_ms
+            events.append((start, cost.workspace_bytes))
+            events.append((end, -cost.workspace_bytes - self.held[j]))
         else:
             start = max(clock, self.ready_backward[j][i])
-            again = self.recompute[j][i]
+            again, whole = self.recompute[j][i], action.kind is Kind.BACKWARD
             end = start + cost.backward_ms + (cost.forward_ms if again else 0.0)
+            end -= 0.0 if whole else cost.weight_gradient_ms
             events.append((start, cost.workspace_bytes + (cost.saved_bytes if again else 0)))
-            events.append((end, -cost.workspace_bytes - self.held[j]))
+            events.append((end, -cost.workspace_bytes - (self.held[j] if whole else 0)))
+            if not whole:
+                self.halved.add((j, i))
             if j > 0:
                 self._allow(self.waits_backward, self.ready_backward, j - 1, i, end)
             self._send(device, self.returns[j], self.ready_backward, i, end)

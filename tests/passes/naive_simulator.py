@@ -10,7 +10,8 @@ from fxpipe.ir import Link
 from fxpipe.passes.simulate import Message, Simulation, StageCost
 from fxpipe.schedule import Action, Kind, Schedule
 
-F, B = Kind.FORWARD, Kind.BACKWARD
+F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
+HALF = Kind.INPUT
 Sent = tuple[Action, int]
 
 
@@ -21,9 +22,16 @@ def naive(
     link: Link,
     recompute: Sequence[Sequence[bool]],
 ) -> Simulation:
+    def backward(stage: int, microbatch: int) -> Action:
+        return Action(stage, HALF if (stage, microbatch) in schedule.split else B, microbatch)
+
+    def last(stage: int, microbatch: int) -> Action:
+        return Action(stage, W if (stage, microbatch) in schedule.split else B, microbatch)
+
     device_of = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
     size = {(m.source, m.target, F): m.bytes for m in messages}
-    size |= {(m.target, m.source, B): m.gradient_bytes for m in messages if m.gradient_bytes}
+    for kind in (B, HALF):
+        size |= {(m.target, m.source, kind): m.gradient_bytes for m in messages if m.gradient_bytes}
     size = {key: b for key, b in size.items() if device_of[key[0]] != device_of[key[1]]}
 
     def outbox(action: Action) -> list[Sent]:
@@ -46,10 +54,13 @@ def naive(
     def start(action: Action) -> float:
         row = schedule.rows[device_of[action.stage]]
         before = row[: row.index(action)][-1:]
+        i = action.microbatch
+        senders = {
+            s for s, t, kind in size if t == action.stage and (kind is F) == (action.kind is F)
+        }
         inbox = [
-            (Action(s, kind, action.microbatch), t)
-            for s, t, kind in size
-            if (t, kind) == (action.stage, action.kind)
+            (Action(s, F, i) if action.kind is F else backward(s, i), action.stage)
+            for s in (senders if action.kind is not W else ())
         ]
         return max(
             0.0,
@@ -63,8 +74,11 @@ def naive(
         cost = stages[action.stage]
         if action.kind is F:
             return start(action) + cost.forward_ms
+        if action.kind is W:
+            return start(action) + cost.weight_gradient_ms
         again = cost.forward_ms if recompute[action.stage][action.microbatch] else 0.0
-        return start(action) + cost.backward_ms + again
+        later = cost.weight_gradient_ms if action.kind is HALF else 0.0
+        return start(action) + cost.backward_ms + again - later
 
     @cache
     def departure(sent: Sent) -> float:
@@ -81,16 +95,17 @@ def naive(
         for action in schedule.rows[device]:
             cost = stages[action.stage]
             held.append((start(action), end(action), cost.workspace_bytes))
-            if action.kind is B:
+            if action.kind in (B, W):
                 forward = Action(action.stage, F, action.microbatch)
-                saved_from = action if recompute[action.stage][action.microbatch] else forward
+                again = recompute[action.stage][action.microbatch]
+                saved_from = backward(action.stage, action.microbatch) if again else forward
                 held.append((start(saved_from), end(action), cost.saved_bytes))
                 held.append((start(forward), end(action), cost.input_bytes))
         for queue in on_link.values():
             for sent in queue:
                 if device_of[sent[1]] == device:
-                    last = Action(sent[1], B, sent[0].microbatch)
-                    held.append((departure(sent), end(last), n_bytes(sent)))
+                    freed = end(last(sent[1], sent[0].microbatch))
+                    held.append((departure(sent), freed, n_bytes(sent)))
         return held
 
     def peak(device: int) -> int:

@@ -1,5 +1,6 @@
 """The simulator: closed formulas, links, memory, and a second implementation."""
 
+from dataclasses import replace
 from random import Random
 from time import perf_counter
 
@@ -10,7 +11,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.ir import Link
 from fxpipe.passes import order
 from fxpipe.passes.simulate import Message, Simulation, StageCost, simulate
-from fxpipe.schedule import Schedule
+from fxpipe.schedule import Action, Kind, Schedule
 
 FREE = Link(latency_ms=0.0, bytes_per_ms=1e30)
 
@@ -138,7 +139,12 @@ def test_random_tables_against_the_naive_simulator(seed: int) -> None:
     random = Random(seed)
     n, m = random.randint(1, 4), random.randint(1, 4)
     # Whole numbers make times meet, where the order of letting go and taking matters.
-    stages = [StageCost(*(random.randint(1, 5) for _ in range(7))) for _ in range(n)]
+    stages = [
+        StageCost(
+            *(random.randint(1, 5) for _ in range(7)), weight_gradient_ms=random.randint(0, 1)
+        )
+        for _ in range(n)
+    ]
     pairs = [(s, t) for s in range(n) for t in range(s + 1, n) if random.random() < 0.7]
     messages = [Message(s, t, random.randint(1, 9), random.randint(0, 9)) for s, t in pairs]
     link = Link(latency_ms=random.randint(0, 2), bytes_per_ms=random.choice([1, 2, 8]))
@@ -163,13 +169,17 @@ def random_table(random: Random, n: int, m: int) -> Schedule:
         for row, spans in zip(rows, merged.spans, strict=True)
         for action, span in zip(row, spans, strict=True)
     ]
-    used = sorted(set(device_of))
-    return Schedule(
-        tuple(
-            tuple(action for _, action in sorted(timed) if device_of[action.stage] == device)
-            for device in used
-        )
-    )
+    table = []
+    for device in sorted(set(device_of)):
+        row: list[Action] = []
+        for action in (a for _, a in sorted(timed) if device_of[a.stage] == device):
+            halved = action.kind is Kind.BACKWARD and random.random() < 0.4
+            row.append(replace(action, kind=Kind.INPUT) if halved else action)
+        for action in [a for a in row if a.kind is Kind.INPUT]:
+            place = random.randint(row.index(action) + 1, len(row))
+            row.insert(place, replace(action, kind=Kind.WEIGHT))
+        table.append(tuple(row))
+    return Schedule(tuple(table))
 
 
 def test_speed_of_8_devices_and_32_microbatches() -> None:
