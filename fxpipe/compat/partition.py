@@ -17,7 +17,8 @@ from fxpipe.compat.microbatch import Form, split
 from fxpipe.compat.skip.tracker import Skip, SkipTracker, use_skip_tracker
 from fxpipe.errors import StageError
 from fxpipe.runtime.ambient import Ambient
-from fxpipe.runtime.random import RandomStream, drawing
+from fxpipe.runtime.drawing import drawing
+from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.recomputing import checkpointing, recomputing, versions
 from fxpipe.runtime.stage import swapped
 
@@ -65,7 +66,9 @@ class Run:
         partition, n = self.partition, len(self._given.places)
         popped = zip(partition.popped, self._skips.fill(tensors[n:]), strict=True)
         tracker = SkipTracker(dict(popped))
-        drawn = drawing(random, partition.device) if self._draws else nullcontext()
+        drawn = (
+            drawing(random, partition.device, partition.module) if self._draws else nullcontext()
+        )
         with use_skip_tracker(tracker), drawn as mode:
             value = self._call(partition.module, self._given.fill(tensors[:n]))
         form, outputs = split(value)

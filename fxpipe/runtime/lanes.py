@@ -1,5 +1,6 @@
 """One worker thread per device, started on first use and kept until the pipeline goes."""
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,6 +13,9 @@ from fxpipe.runtime import stream
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.mailbox import StoppedError
 from fxpipe.runtime.stream import Device, Stream
+
+# How long a lane may keep Python from the others; Python's own 5 ms are many small ops.
+_SWITCH_S = 5e-4
 
 Job = Callable[[], None]
 _Queue = SimpleQueue[Job | None]
@@ -43,6 +47,7 @@ class Lanes:
         """
         ambient = Ambient.capture()
         threads_before = torch.get_num_threads()
+        interval_before = sys.getswitchinterval()
         n_threads = stream.threads_per_lane(self._devices)
         # A lane computes on the caller's current stream: what the caller launched before comes
         # before, what it launches afterwards after. (Virtual devices have streams of their own.)
@@ -54,6 +59,7 @@ class Lanes:
         ]
         begun: list[_Assignment] = []
         try:
+            sys.setswitchinterval(min(interval_before, _SWITCH_S))
             for queue, assignment in zip(self._queues, assignments, strict=True):
                 queue.put(assignment)
                 begun.append(assignment)
@@ -65,6 +71,7 @@ class Lanes:
             _await(begun)
             raise
         finally:
+            sys.setswitchinterval(interval_before)
             torch.set_num_threads(threads_before)
         # Those that were told to stop come after the one that was the reason.
         failure = next((f for f in failures if not isinstance(f, StoppedError)), None)

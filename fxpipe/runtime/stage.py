@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import FxpipeError, StageError
+from fxpipe.runtime.drawing import drawing
 from fxpipe.runtime.mailbox import StoppedError
 from fxpipe.runtime.manifest import OutputSpec, PortSpec, StageSpec, there
-from fxpipe.runtime.random import RandomStream, drawing
+from fxpipe.runtime.random import RandomStream
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ class Stage:
         self, inputs: Sequence[Tensor], random: RandomStream | None
     ) -> tuple[tuple[Tensor, ...], RandomStream | None]:
         """`outputs` for `inputs`, and where its random numbers end. Raises StageError."""
-        drawn = drawing(random, self.device) if random is not None else nullcontext()
+        drawn = drawing(random, self.device, self.module) if random is not None else nullcontext()
         given = iter(inputs)
         arguments = [next(given) if self._there(port) else None for port in self.spec.inputs]
         with drawn as mode:

@@ -5,7 +5,8 @@ import torch
 from toys import MODES, NOISY, TOYS, both, mean_loss, plain_step
 
 from fxpipe.runtime import load
-from fxpipe.runtime.random import RandomStream, drawing
+from fxpipe.runtime.drawing import drawing
+from fxpipe.runtime.random import RandomStream
 
 N_CUDA = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [

@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import sys
 import threading
 import time
 
@@ -208,6 +209,15 @@ def test_an_interrupt_ends_the_call_and_leaves_the_pipeline_usable(tmp_path):
     pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
     plain_step(CHAIN, model, CHAIN.inputs(), 4)
     assert_same_state(pipe, model)
+
+
+def test_lanes_hand_python_over_often_and_leave_the_callers_interval_alone(tmp_path):
+    _, pipe = both(tmp_path, CHAIN)
+    found = []
+    pipe._stages[1].module.register_forward_hook(lambda *_: found.append(sys.getswitchinterval()))
+    before = sys.getswitchinterval()
+    pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
+    assert max(found) <= 5e-4 < before == sys.getswitchinterval()
 
 
 def test_lanes_work_at_the_same_time(tmp_path):

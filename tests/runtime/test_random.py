@@ -1,11 +1,14 @@
 """Random numbers belong to the micro-batch, whatever the stages, the schedule and recomputation."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.nn import functional as F
 from toys import CHAIN, MODES, NOISY, SCHEDULES, both, mean_loss, same
 
-from fxpipe.runtime.random import RandomStream, drawing, microbatch_seeds
+from fxpipe.runtime.drawing import Draws, drawing
+from fxpipe.runtime.random import RandomStream, microbatch_seeds
 
 CPU = torch.device("cpu")
 
@@ -44,6 +47,62 @@ def test_a_stream_draws_what_manual_seed_gives_and_leaves_torchs_generator_alone
     assert torch.equal(one, expected[0])
     assert torch.equal(two, expected[1])
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Op(torch.nn.Module):
+    def __init__(self, op):
+        super().__init__()
+        self.op = op
+
+    def forward(self, x):
+        return self.op(x)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_modules_later_forwards_draw_what_its_first_did(op):
+    module, x = Op(OPS[op]), torch.linspace(-1, 1, 32).view(4, 8)
+    torch.manual_seed(99)
+    before, found = torch.get_rng_state(), []
+    for training in (False, True, True, False):
+        module.train(training)
+        with drawing(RandomStream(7), CPU, module) as mode:
+            found.append(module(x))
+        torch.manual_seed(7)
+        assert torch.equal(found[-1], module(x))
+        assert torch.equal(mode.end.state(CPU), torch.get_rng_state())
+        torch.set_rng_state(before)
+
+
+def test_after_the_first_forward_only_functions_that_draw_are_looked_into():
+    seen = []
+
+    class Seen(Draws):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    module, x = Op(lambda x: F.dropout(x * 2 + 1, 0.4)), torch.ones(4)
+    with mock.patch("fxpipe.runtime.drawing.Draws", Seen):
+        for _ in range(2):
+            seen.clear()
+            with drawing(RandomStream(7), CPU, module):
+                module(x)
+    assert seen
+    assert not any("aten.add" in op for op in seen)
+
+
+def test_what_no_function_of_torchs_draws_is_looked_for_in_each_forward():
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.ops.aten.bernoulli(x, 0.5)
+
+    module, x = Op(Own.apply), torch.ones(64)
+    found = []
+    for _ in range(3):
+        with drawing(RandomStream(7), CPU, module):
+            found.append(module(x))
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 def test_a_stream_can_be_begun_again():

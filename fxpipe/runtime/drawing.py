@@ -1,0 +1,134 @@
+"""A stage's random ops draw from its micro-batch's stream.
+
+Torch's CPU generator is one for the process while several lanes run at once, so each random op puts
+the micro-batch's state in for as long as it takes. To look at each op costs more than many ops do:
+so a module's first forward is looked at op by op, and tells which of torch's functions draw; later
+ones are looked at function by function.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.runtime import stream
+from fxpipe.runtime.random import LOCK, RandomStream
+
+# Functions that draw or, with other settings, may.
+_DRAWING: set[Any] = {
+    getattr(home, name)
+    for home, names in (
+        (torch, "rand randn randint randperm bernoulli multinomial normal poisson binomial"),
+        (torch, "rand_like randn_like randint_like lstm gru rnn_tanh rnn_relu"),
+        (Tensor, "bernoulli bernoulli_ multinomial uniform_ normal_ random_ exponential_"),
+        (Tensor, "geometric_ log_normal_ cauchy_"),
+        (F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu"),
+        (F, "gumbel_softmax scaled_dot_product_attention multi_head_attention_forward"),
+    )
+    for name in names.split()
+}
+# The modes, training or not, in which all that a module draws with is known.
+_KNOWN: WeakKeyDictionary[nn.Module, set[bool]] = WeakKeyDictionary()
+
+
+@contextmanager
+def drawing(
+    start: RandomStream, device: torch.device, module: nn.Module | None = None
+) -> Iterator["Draws"]:
+    """Let the block's random ops draw from `start`; the mode's `end` is where they came to.
+
+    The block is a forward of `module`, if one is given.
+    """
+    draws = Draws(start, device)
+    if module is not None and module.training in _KNOWN.get(module, ()):
+        with _Functions(draws):
+            yield draws
+        return
+    learning = _Learning(draws)
+    with draws, learning:
+        yield draws
+    if module is not None and learning.seen == draws.count:
+        _KNOWN.setdefault(module, set()).add(module.training)
+
+
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Swaps the generators' states around each random op, and counts these."""
+
+    def __init__(self, start: RandomStream, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.end = start
+        self.count = 0
+        # An op of a CUDA stage may draw on the CPU too, as `torch.randn(...).to(device)` does.
+        cpu = torch.device("cpu")
+        self._devices: Sequence[torch.device] = [cpu] if device == cpu else [cpu, device]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an op."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        self.count += 1
+        return self._draw(lambda: func(*args, **(kwargs or {})))
+
+    def _draw(self, op: Callable[[], Any]) -> Any:
+        generators = [stream.generator(device) for device in self._devices]
+        with LOCK:
+            before = [generator.get_state() for generator in generators]
+            for generator, device in zip(generators, self._devices, strict=True):
+                generator.set_state(self.end.state(device))
+            try:
+                return op()
+            finally:
+                states = {
+                    device.type: generator.get_state()
+                    for generator, device in zip(generators, self._devices, strict=True)
+                }
+                self.end = replace(self.end, states=states)
+                for generator, state in zip(generators, before, strict=True):
+                    generator.set_state(state)
+
+
+class _Functions(TorchFunctionMode):
+    """Runs those functions under `draws` that are known to draw."""
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()
+        self._draws = draws
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function."""
+        if func not in _DRAWING:
+            return func(*args, **(kwargs or {}))
+        with self._draws:
+            return func(*args, **(kwargs or {}))
+
+
+class _Learning(TorchFunctionMode):
+    """Adds the functions that draw to those known; `seen` is how often they drew."""
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()
+        self.seen = 0
+        self._draws = draws
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function."""
+        before = self._draws.count
+        result = func(*args, **(kwargs or {}))
+        drawn = self._draws.count - before
+        if drawn:
+            _DRAWING.add(func)
+            self.seen += drawn
+        return result
