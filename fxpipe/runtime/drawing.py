@@ -2,8 +2,8 @@
 
 Torch's CPU generator is one for the process while several lanes run at once, so each random op puts
 the micro-batch's state in for as long as it takes. To look at each op costs more than many ops do:
-so a module's first forward is looked at op by op, and tells which of torch's functions draw; later
-ones are looked at function by function.
+so a module's first forward is looked at op by op, and tells which of torch's functions draw; in
+later ones only these are looked into.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,18 +21,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpipe.runtime import stream
 from fxpipe.runtime.random import LOCK, RandomStream
 
-# Functions that draw or, with other settings, may.
-_DRAWING: set[Any] = {
+# Functions that draw, or may with other settings, and do little else.
+_DRAWING = frozenset(
     getattr(home, name)
     for home, names in (
         (torch, "rand randn randint randperm bernoulli multinomial normal poisson binomial"),
-        (torch, "rand_like randn_like randint_like lstm gru rnn_tanh rnn_relu"),
+        (torch, "rand_like randn_like randint_like"),
         (Tensor, "bernoulli bernoulli_ multinomial uniform_ normal_ random_ exponential_"),
         (Tensor, "geometric_ log_normal_ cauchy_"),
         (F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu"),
-        (F, "gumbel_softmax scaled_dot_product_attention multi_head_attention_forward"),
     )
     for name in names.split()
+)
+# Those that draw, or may, between other work; more are learnt.
+_COMPOSED: set[Any] = {
+    *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, F.gumbel_softmax),
+    *(F.scaled_dot_product_attention, F.multi_head_attention_forward),
 }
 # The modes, training or not, in which all that a module draws with is known.
 _KNOWN: WeakKeyDictionary[nn.Module, set[bool]] = WeakKeyDictionary()
@@ -80,9 +84,10 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         self.count += 1
-        return self._draw(lambda: func(*args, **(kwargs or {})))
+        return self.run(lambda: func(*args, **(kwargs or {})))
 
-    def _draw(self, op: Callable[[], Any]) -> Any:
+    def run(self, op: Callable[[], Any]) -> Any:
+        """Let `op` draw from the stream."""
         generators = [stream.generator(device) for device in self._devices]
         with LOCK:
             before = [generator.get_state() for generator in generators]
@@ -109,7 +114,9 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function."""
-        if func not in _DRAWING:
+        if func in _DRAWING:
+            return self._draws.run(lambda: func(*args, **(kwargs or {})))
+        if func not in _COMPOSED:
             return func(*args, **(kwargs or {}))
         with self._draws:
             return func(*args, **(kwargs or {}))
@@ -128,7 +135,7 @@ class _Learning(TorchFunctionMode):
         before = self._draws.count
         result = func(*args, **(kwargs or {}))
         drawn = self._draws.count - before
-        if drawn:
-            _DRAWING.add(func)
-            self.seen += drawn
+        self.seen += drawn
+        if drawn and func not in _DRAWING:
+            _COMPOSED.add(func)
         return result
