@@ -5,7 +5,8 @@
     python benchmarks/cpu_lanes.py --compile   also with load(..., compile=True)
 
 The same transformer blocks, weights and batch; a lane or a process has one thread. Ours runs 1F1B
-in one process; theirs every schedule it has for two processes, of which the fastest counts. All run
+in one process, and interleaved beside it; theirs every schedule it has for two processes, of which
+the fastest counts. 1F1B can't be shorter than `limit`: plain, on two lanes, and its bubble. All run
 in turns, a step each, so that what else the machine does falls on all alike; times are medians.
 First, losses and gradients are compared with the plain model's.
 """
@@ -83,13 +84,18 @@ def measure(work: Workload, peer: Peer, compiled: bool, rounds: int) -> dict[str
         return total
 
     with tempfile.TemporaryDirectory() as folder:
-        package = fxpipe.compile(
-            model, (x,), devices=["cpu"] * 2, microbatches=work.m, checkpoint="never"
-        )
-        out = package.write(f"{folder}/out", weights=True)
+
+        def compile(schedule: str) -> Path:
+            package = fxpipe.compile(
+                model, (x,), devices=["cpu"] * 2, microbatches=work.m, schedule=schedule
+            )
+            return package.write(f"{folder}/{schedule}", weights=True)
+
+        out = compile("1f1b")
         ours = {"fxpipe": fxpipe.load(out)}
         if compiled:
             ours["fxpipe, compiled"] = fxpipe.load(out, compile=True)
+        ours["fxpipe, interleaved"] = fxpipe.load(compile("interleaved"))
         peer.prepare(*work)
 
         expected = plain_step()
@@ -119,11 +125,14 @@ def measure(work: Workload, peer: Peer, compiled: bool, rounds: int) -> dict[str
 def table(measured: dict[Workload, dict[str, float]]) -> str:
     names = list(next(iter(measured.values())))
     ours = [name for name in names if name.startswith("fxpipe")]
-    heads = ["h, layers, batch, sequence, m", *names, *(f"{name} / best" for name in ours), "goal"]
+    ratios = [f"{name} / best" for name in ours]
+    heads = ["h, layers, batch, sequence, m", "limit", *names, *ratios, "goals"]
     lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1)]
     for work, times in measured.items():
         best = min(times[name] for name in SCHEDULES)
-        cells = [", ".join(map(str, work)), *(f"{times[name]:.0f}" for name in names)]
+        limit = times["plain"] * (work.m + 1) / (2 * work.m)
+        cells = [", ".join(map(str, work)), f"{limit:.0f}"]
+        cells += [f"{times[name]:.0f}" for name in names]
         cells += [f"{times[name] / best:.2f}" for name in ours]
         goals = [goal for goal in WORKLOADS[work][: len(ours)] if goal is not None]
         lines.append(f"| {' | '.join([*cells, ', '.join(map(str, goals))])} |")
@@ -147,7 +156,7 @@ def main() -> None:
         f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}.\n"
         "Milliseconds of a training step, medians of turns taken one after the other; plain is one "
         "thread, micro-batch by\nmicro-batch; torch.distributed.pipelining has two gloo processes "
-        "of one thread each, fxpipe one process of\ntwo lanes (1F1B).\n"
+        "of one thread each, fxpipe one process of\ntwo lanes, 1F1B if not said otherwise; limit is plain on two lanes with the bubble of 1F1B.\n"
         f"Made by `python benchmarks/cpu_lanes.py{' --compile' * options.compile} --write`.\n\n"
         f"{table(measured)}\n"
     )
