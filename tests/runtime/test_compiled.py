@@ -48,7 +48,9 @@ ONE = Toy(
 def traced_only(monkeypatch):
     """All of torch.compile but inductor's kernels, which take a C++ compiler seconds."""
     compiled = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled(self, backend="aot_eager"))
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, options: compiled(self, backend="aot_eager")
+    )
 
 
 def _both(folder, toy, **settings):
@@ -103,6 +105,13 @@ def test_a_stage_that_draws_random_numbers_is_left_as_it_is(tmp_path):
 
 
 @pytest.mark.usefixtures("traced_only")
+def test_kernels_for_the_cpu_leave_python_to_other_lanes(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, options: asked.append(options))
+    load(write(tmp_path, CHAIN), compile=True)
+    assert asked == [{"cpp_wrapper": True}] * len(CHAIN.parts)
+
+
 def test_an_error_while_tracing_says_the_line(tmp_path):
     _, pipe = _both(tmp_path, CHAIN)
     file = tmp_path / "stage_1.py"
