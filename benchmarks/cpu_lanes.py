@@ -156,8 +156,8 @@ def main() -> None:
         f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}.\n"
         "Milliseconds of a training step, medians of turns taken one after the other; plain is one "
         "thread, micro-batch by\nmicro-batch; torch.distributed.pipelining has two gloo processes "
-        "of one thread each, fxpipe one process of\ntwo lanes, 1F1B if not said otherwise; limit is "
-        "plain on two lanes with the bubble of 1F1B.\n"
+        "of one thread each, fxpipe one process of\ntwo lanes, 1F1B if not said otherwise; limit "
+        "is plain on two lanes with the bubble of 1F1B.\n"
         f"Made by `python benchmarks/cpu_lanes.py{' --compile' * options.compile} --write`.\n\n"
         f"{table(measured)}\n"
     )
