@@ -38,6 +38,7 @@ class ScheduleName(StrEnum):
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
     BFS = "bfs"
+    ZB_H1 = "zb-h1"
 
 
 class CheckpointName(StrEnum):

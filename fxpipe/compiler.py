@@ -47,9 +47,9 @@ def compile(
 
     `args` and `kwargs` hold one whole batch (dimension 0), which is cut into `microbatches`.
     `devices` is a count, a list, or text such as `"cuda:0,cuda:1"`, `"cpu*4"` and `"cuda:0/4"`.
-    `schedule` is gpipe, 1f1b, interleaved or bfs; `loops`, the stages a device, are 2 under the
-    last two, else 1. `checkpoint` is never, except_last or always, `solver` dp, beam or cpsat. A
-    given `profile` must be of the same model and micro-batch; text such as `analytic:h100` has it
+    `schedule` is gpipe, 1f1b, zb-h1, interleaved or bfs; `loops`, the stages a device, are 2 under
+    the last two, else 1. `checkpoint` is never, except_last or always, `solver` dp, beam or cpsat.
+    A given `profile` must be of the same model and micro-batch; text such as `analytic:h100` has it
     worked out for that device, and a model built `without_memory()` needs that. `progress` is told
     each pass as it starts.
 

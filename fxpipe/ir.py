@@ -121,13 +121,14 @@ class OpCost:
     """What one op costs on one micro-batch.
 
     `saved` are the storages that its backward keeps: (value whose memory it is, bytes), parameters
-    left out.
+    left out. `weight_gradient_ms` is what of `backward_ms` is for weights alone.
     """
 
     forward_ms: float
     backward_ms: float
     saved: tuple[tuple[str, int], ...] = ()
     workspace_bytes: int = 0
+    weight_gradient_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,7 @@ class Block:
     """Ops that must stay on one device, in order, with their cost.
 
     `saved` and `parameters` name storages, so that what two blocks share is counted once a stage.
+    `weight_gradient_ms` is what of `backward_ms` is for weights alone.
     """
 
     ops: tuple[str, ...]
@@ -183,6 +185,7 @@ class Block:
     parameters: tuple[tuple[str, int], ...] = ()
     buffers: tuple[tuple[str, int], ...] = ()
     workspace_bytes: int = 0
+    weight_gradient_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

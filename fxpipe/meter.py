@@ -89,6 +89,7 @@ class _Measured:
 
     forward_ms: float
     backward_ms: float
+    weight_gradient_ms: float
     saved: tuple[tuple[int | Literal["result"] | None, int], ...]
     result_bytes: int
 
@@ -108,14 +109,18 @@ class Meter:
         self._clock = clock
         self._engine_ms = engine_ms
         self._known: dict[str, _Measured] = {}
+        self._of_weights: set[fx.Node] = set()  # made of parameters and buffers alone
 
     def __call__(
         self, node: fx.Node, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Measure the op if its signature is new, then compute it."""
         args, kwargs = tree_map(self._moved, (args, kwargs))
+        if node.all_input_nodes and all(map(self._is_weight, node.all_input_nodes)):
+            self._of_weights.add(node)
         if node.name in self._capture.ops:
-            key = _signature(node, self._capture, (args, kwargs))
+            weights = [self._is_weight(leaf) for leaf, _ in _given(node)]
+            key = f"{_signature(node, self._capture, (args, kwargs))} {weights}"
             if key not in self._known:
                 self._known[key] = self._measure(node, compute, args, kwargs)
             self.costs[node.name] = self._cost(node, self._known[key])
@@ -138,8 +143,15 @@ class Meter:
         own = {own_storage(name) for name in self._capture.state}
         kept = {name: n_bytes for name, n_bytes in saved.items() if name not in own}
         return OpCost(
-            measured.forward_ms, measured.backward_ms, tuple(kept.items()), measured.result_bytes
+            measured.forward_ms,
+            measured.backward_ms,
+            tuple(kept.items()),
+            measured.result_bytes,
+            measured.weight_gradient_ms,
         )
+
+    def _is_weight(self, node: fx.Node) -> bool:
+        return node.op == "get_attr" or node in self._of_weights
 
     def _storage(self, node: fx.Node) -> str:
         op = self._capture.ops.get(node.name)
@@ -169,10 +181,20 @@ class Meter:
         packed: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(_into(packed), _same):
             result = compute(*given)
-        leaves = _tensors(given) + self._parameters(node)
+        leaves, parameters = _tensors(given), self._parameters(node)
+        pairs = list(zip(_given(node), leaves, strict=True))
+        weights = [tensor for (used, _), tensor in pairs if self._is_weight(used)]
+        inputs = [tensor for (used, _), tensor in pairs if not self._is_weight(used)]
+        whole, of_weights, of_inputs = (
+            max(0.0, backward_ms(self._clock, result, wanted) - self._engine_ms)
+            for wanted in (leaves + parameters, weights + parameters, inputs)
+        )
+        # The halves together take longer than the whole, which does once what both need.
+        share = of_weights / (of_weights + of_inputs) if of_weights else 0.0
         return _Measured(
             forward_ms=forward_ms,
-            backward_ms=max(0.0, backward_ms(self._clock, result, leaves) - self._engine_ms),
+            backward_ms=whole,
+            weight_gradient_ms=whole * share,
             saved=_saved(packed, _tensors(given), _tensors(result), self._parameters(node)),
             result_bytes=sum(tensor.nbytes for tensor in _tensors(result)),
         )

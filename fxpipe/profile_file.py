@@ -53,6 +53,8 @@ def load_profile(path: str | Path) -> Profile:
 
 def _cost(data: dict[str, Any]) -> OpCost:
     cost = OpCost(**{**data, "saved": tuple((name, size) for name, size in data["saved"])})
-    if min(cost.forward_ms, cost.backward_ms, cost.workspace_bytes) < 0:
+    if min(cost.forward_ms, cost.weight_gradient_ms, cost.workspace_bytes) < 0:
         raise ValueError(f"negative cost {cost}")
+    if cost.backward_ms < cost.weight_gradient_ms:
+        raise ValueError(f"a backward shorter than its part for weights {cost}")
     return cost

@@ -219,4 +219,5 @@ def _block(capture: Capture, profile: Profile, nodes: Sequence[fx.Node]) -> Bloc
         parameters=tuple(parameters.items()),
         buffers=tuple(buffers.items()),
         workspace_bytes=max(cost.workspace_bytes for cost in costs),
+        weight_gradient_ms=sum(cost.weight_gradient_ms for cost in costs),
     )

@@ -9,7 +9,7 @@ from itertools import pairwise
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule import Action, Kind, Schedule
 
-NAMES = ("gpipe", "1f1b", "interleaved", "bfs")
+NAMES = ("gpipe", "1f1b", "interleaved", "bfs", "zb-h1")
 LOOPED = ("interleaved", "bfs")
 
 
@@ -35,6 +35,8 @@ def build(name: str, n_devices: int, n_microbatches: int, loops: int = 1) -> Sch
         return gpipe(n_devices, n_microbatches)
     if name == "1f1b":
         return one_f_one_b(n_devices, n_microbatches)
+    if name == "zb-h1":
+        return zero_bubble_h1(n_devices, n_microbatches)
     if name == "interleaved":
         return interleaved(n_devices, n_microbatches, loops)
     return breadth_first(n_devices, n_microbatches, loops)
@@ -74,6 +76,29 @@ def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
             for j in range(n_stages)
         )
     )
+
+
+def zero_bubble_h1(n_stages: int, n_microbatches: int) -> Schedule:
+    """1F1B with halved backwards: stage j computes weights' gradients j micro-batches later.
+
+    What is left over fills the wait at the end: a third of 1F1B's bubble where the three parts take
+    equally long. Memory: min(m, n) micro-batches are in flight on every stage. Source: Qi et al.,
+    Zero Bubble Pipeline Parallelism (ICLR 2024), ZB-H1.
+    """
+    rows = []
+    for j in range(n_stages):
+        row = []
+        for action in one_f_one_b(n_stages, n_microbatches).rows[j]:
+            i = action.microbatch
+            if action.kind is Kind.FORWARD:
+                row.append(action)
+                continue
+            row.append(Action(j, Kind.INPUT, i))
+            if i >= j:
+                row.append(Action(j, Kind.WEIGHT, i - j))
+        left = range(max(0, n_microbatches - j), n_microbatches)
+        rows.append((*row, *(Action(j, Kind.WEIGHT, i) for i in left)))
+    return Schedule(tuple(rows))
 
 
 def interleaved(n_devices: int, n_microbatches: int, loops: int) -> Schedule:

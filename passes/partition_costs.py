@@ -54,6 +54,7 @@ def stage_costs(chain: Chain, cuts: Cuts) -> tuple[tuple[StageCost, ...], tuple[
     stage_of = [j for j in range(len(bounds) - 1) for _ in range(bounds[j], bounds[j + 1])]
     n_stages = len(bounds) - 1
     received: list[set[str]] = [set() for _ in range(n_stages)]
+    sends_back = [False] * n_stages
     input_bytes = [0] * n_stages
     sent: dict[tuple[int, int], tuple[int, int]] = {}
     for value in chain.values:
@@ -65,13 +66,14 @@ def stage_costs(chain: Chain, cuts: Cuts) -> tuple[tuple[StageCost, ...], tuple[
             if source < 0:
                 input_bytes[target] += value.bytes
                 continue
+            sends_back[target] = sends_back[target] or value.gradient
             n_bytes, gradient_bytes = sent.get((source, target), (0, 0))
             sent[source, target] = (
                 n_bytes + value.bytes,
                 gradient_bytes + (value.bytes if value.gradient else 0),
             )
     stages = tuple(
-        _stage_cost(chain, bounds[j], bounds[j + 1], received[j], input_bytes[j])
+        _stage_cost(chain, bounds[j], bounds[j + 1], received[j], input_bytes[j], sends_back[j])
         for j in range(n_stages)
     )
     messages = tuple(Message(*pair, *sizes) for pair, sizes in sorted(sent.items()))
@@ -79,18 +81,22 @@ def stage_costs(chain: Chain, cuts: Cuts) -> tuple[tuple[StageCost, ...], tuple[
 
 
 def _stage_cost(
-    chain: Chain, begin: int, end: int, received: set[str], input_bytes: int
+    chain: Chain, begin: int, end: int, received: set[str], input_bytes: int, sends_back: bool
 ) -> StageCost:
     blocks = chain.blocks[begin:end]
+    backward_ms = sum(block.backward_ms for block in blocks)
+    weight_gradient_ms = sum(block.weight_gradient_ms for block in blocks)
     saved = {name: size for block in blocks for name, size in block.saved if name not in received}
     return StageCost(
         forward_ms=sum(block.forward_ms for block in blocks),
-        backward_ms=sum(block.backward_ms for block in blocks),
+        backward_ms=backward_ms,
         parameter_bytes=sum(dict(one for block in blocks for one in block.parameters).values()),
         buffer_bytes=sum(dict(one for block in blocks for one in block.buffers).values()),
         saved_bytes=sum(saved.values()),
         input_bytes=input_bytes,
         workspace_bytes=max(block.workspace_bytes for block in blocks),
+        # Where nobody waits for a gradient, W does it all: no half of it could be left out.
+        weight_gradient_ms=weight_gradient_ms if sends_back else backward_ms,
     )
 
 
@@ -108,10 +114,10 @@ def held_sets(
         for action in row:
             j, again = action.stage, recompute[action.stage][action.microbatch]
             forward = action.kind is Kind.FORWARD
-            saved[j] += forward != again
+            saved[j] += not again if forward else again and action.kind.sends_back
             in_flight[j] += forward
             held[j].add((saved[j], in_flight[j]))
-            if not forward:
+            if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
                 saved[j] -= 1
                 in_flight[j] -= 1
     return tuple(

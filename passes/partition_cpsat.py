@@ -51,6 +51,8 @@ class _Atoms:
     saved: list[int]
     received: list[int]
     received_saved: list[int]
+    input: list[int]
+    weight: list[int]
 
 
 def solve(score: Scorer, *, seed: int, time_limit_s: float) -> Solution:
@@ -115,6 +117,8 @@ def _least_step_ms(problem: Problem) -> float:
     """
     m, n = problem.schedule.n_microbatches, problem.n_stages
     work_ms = sum(block.forward_ms + block.backward_ms for block in problem.chain.blocks)
+    if problem.schedule.split:  # a W may lie after all that the stages before do
+        return (1 - 1e-9) * work_ms * m / n
     return (1 - 1e-9) * work_ms / (1 - (1 - 1 / m) ** n)
 
 
@@ -164,6 +168,12 @@ def _build(
     times = _Times(
         forward=[variable(of_stage(atoms.forward, j), f"forward_{j}") for j in range(n)],
         backward=[variable(of_stage(atoms.backward, j), f"backward_{j}") for j in range(n)],
+        # Stage 0, whose gradient nobody waits for, leaves all of it for W.
+        input=[zeros, *(variable(of_stage(atoms.input, j), f"input_{j}") for j in range(1, n))],
+        weight=[
+            variable(of_stage(atoms.weight if j else atoms.backward, j), f"weight_{j}")
+            for j in range(n)
+        ],
         send=[zeros, *(variable(at_start(atoms.send, j), f"send_{j}") for j in range(1, n))],
         back=[zeros, *(variable(at_start(atoms.back, j), f"back_{j}") for j in range(1, n))],
     )
@@ -179,8 +189,20 @@ class _Times:
 
     forward: "list[cp_model.IntVar]"
     backward: "list[cp_model.IntVar]"
+    input: "list[cp_model.IntVar]"
+    weight: "list[cp_model.IntVar]"
     send: "list[cp_model.IntVar]"
     back: "list[cp_model.IntVar]"
+
+    def of(self, action: Action) -> "cp_model.IntVar":
+        """How long an action takes, without what it recomputes."""
+        times = {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward,
+            Kind.INPUT: self.input,
+            Kind.WEIGHT: self.weight,
+        }
+        return times[action.kind][action.stage]
 
 
 def _add_table(
@@ -200,41 +222,45 @@ def _add_table(
             arrivals[action] = model.new_int_var(0, horizon, f"arrival_{action}")
     for row in problem.schedule.rows:
         before: Action | None = None
-        sent: dict[Kind, Action] = {}
+        sent: dict[bool, Action] = {}
         for action in row:
-            j, i, forward = action.stage, action.microbatch, action.kind is Kind.FORWARD
-            start = ends[action] - (times.forward[j] if forward else times.backward[j])
-            if not forward and recompute[j][i]:
+            j, i, kind = action.stage, action.microbatch, action.kind
+            start = ends[action] - times.of(action)
+            if kind.sends_back and recompute[j][i]:
                 start = start - times.forward[j]
             model.add(start >= 0 if before is None else start >= ends[before])
-            neighbour = j - 1 if forward else j + 1
-            if 0 <= neighbour < n:
-                model.add(start >= arrivals[Action(neighbour, action.kind, i)])
-            if not forward:
-                model.add(start >= ends[Action(j, Kind.FORWARD, i)])
-            delay = times.back[j] if not forward else times.send[j + 1] if j + 1 < n else 0
-            model.add(arrivals[action] >= ends[action] + delay)
-            if action.kind in sent:
-                model.add(arrivals[action] >= arrivals[sent[action.kind]] + delay)
-            sent[action.kind] = before = action
+            for needed in problem.schedule.needs(action):
+                model.add(start >= (ends if needed.stage == j else arrivals)[needed])
+            before = action
+            if kind is not Kind.WEIGHT:
+                forward = kind is Kind.FORWARD
+                delay = times.back[j] if not forward else times.send[j + 1] if j + 1 < n else 0
+                model.add(arrivals[action] >= ends[action] + delay)
+                if forward in sent:
+                    model.add(arrivals[action] >= arrivals[sent[forward]] + delay)
+                sent[forward] = action
             model.add(makespan >= ends[action])
     m = problem.schedule.n_microbatches
+    # A W may come after all that the stages before do.
+    halved = bool(problem.schedule.split)
     rest = makespan - 0
     for j in range(n):
-        rest = rest - times.send[j] - times.back[j]
+        rest = rest - times.send[j] - (0 if halved else times.back[j])
         model.add(rest >= (m + sum(recompute[j])) * times.forward[j] + m * times.backward[j])
-        rest = rest - times.forward[j] - times.backward[j]
+        rest = rest - times.forward[j] - (0 if halved else times.backward[j])
 
 
 def _atoms(problem: Problem, unit_ms: float) -> _Atoms:
     chain, edges = problem.chain, problem.edges
     atom_of = [a for a in range(len(edges) - 1) for _ in range(edges[a], edges[a + 1])]
-    atoms = _Atoms(*([0] * (len(edges) - 1) for _ in range(8)))
+    atoms = _Atoms(*([0] * (len(edges) - 1) for _ in range(10)))
     value_bytes = {value.name: value.bytes for value in chain.values}
     seen: set[tuple[str, str]] = set()
     for block, a in zip(chain.blocks, atom_of, strict=True):
         atoms.forward[a] += int(block.forward_ms / unit_ms)
         atoms.backward[a] += int(block.backward_ms / unit_ms)
+        atoms.input[a] += int((block.backward_ms - block.weight_gradient_ms) / unit_ms)
+        atoms.weight[a] += int(block.weight_gradient_ms / unit_ms)
         for kind, factor, held in (
             ("parameters", 2, atoms.static),
             ("buffers", 1, atoms.static),

@@ -112,6 +112,7 @@ def _scaled(
             cost,
             forward_ms=cost.forward_ms * forward,
             backward_ms=cost.backward_ms * backward,
+            weight_gradient_ms=cost.weight_gradient_ms * backward,
         )
         for name, cost in costs.items()
     }

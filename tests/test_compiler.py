@@ -218,7 +218,7 @@ def test_settings_that_do_not_exist_are_told_at_once_and_before_the_work():
         fxpipe.compile(models.Chain(), (torch.randn(8, 6),), devices=2, **wrong)
     assert str(error.value).splitlines() == [
         "microbatches is a whole number, at least 1, not 0",
-        "there is no schedule 'fast': use one of gpipe, 1f1b, interleaved, bfs",
+        "there is no schedule 'fast': use one of gpipe, 1f1b, interleaved, bfs, zb-h1",
         "there is no checkpoint mode 'some': use one of never, except_last, always",
         "there is no solver 'magic': use one of dp, beam, cpsat",
     ]

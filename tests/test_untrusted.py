@@ -89,7 +89,7 @@ def compiled(model, *args):
         imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
         for node in imports:
             name = getattr(node, "module", node.names[0].name)
-            assert name in ("torch", "torch.nn", "pathlib", "fxpipe.runtime", "blocks")
+            assert name in ("torch", "torch.nn", "pathlib", "typing", "fxpipe.runtime", "blocks")
         kinds = {type(node) for node in body if node not in imports}
         assert kinds <= {ast.ClassDef, ast.FunctionDef}
         for one in (node for node in body if isinstance(node, ast.ClassDef)):

@@ -17,6 +17,7 @@ def block(
     backward_ms: float = 2.0,
     saved: int = 0,
     parameters: int = 0,
+    weight_gradient_ms: float = 0.0,
 ) -> Block:
     """A block of one op with storages of its own."""
     return Block(
@@ -25,6 +26,7 @@ def block(
         backward_ms=backward_ms,
         saved=((f"{name}.saved", saved),),
         parameters=((f"{name}.weight", parameters),),
+        weight_gradient_ms=weight_gradient_ms,
     )
 
 
@@ -46,6 +48,7 @@ def random_chain(random: Random, n_blocks: int, n_skips: int = 0) -> Chain:
                 forward * random.uniform(1, 3),
                 saved=random.randint(1, 50) * KIB,
                 parameters=random.randint(0, 20) * KIB,
+                weight_gradient_ms=forward * random.random(),
             )
         )
     values = [

@@ -43,6 +43,13 @@ def test_interleaved_takes_as_many_microbatches_as_devices_through_a_loop_at_a_t
     """)
 
 
+def test_zb_h1_computes_weights_gradients_as_many_microbatches_later_as_the_stage_is() -> None:
+    assert order.zero_bubble_h1(2, 4).to_csv() == text("""
+        0F0,0F1,0I0,0W0,0F2,0I1,0W1,0F3,0I2,0W2,0I3,0W3
+        1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1F3,1I3,1W2,1W3
+    """)
+
+
 def test_interleaved_with_one_loop_is_1f1b() -> None:
     assert order.interleaved(3, 7, 1) == order.one_f_one_b(3, 7)
 
@@ -69,7 +76,7 @@ def test_every_table_can_run(name: str, p: int, m: int, loops: int) -> None:
 
 
 def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ScheduleError, match=r"no schedule 'zb': use one of gpipe, 1f1b"):
+    with pytest.raises(ScheduleError, match=r"no schedule 'zb': use one of gpipe, 1f1b, interl"):
         order.build("zb", 2, 2, 1)
 
 

@@ -46,6 +46,25 @@ def test_equal_ops_are_measured_once():
     assert len({(cost.forward_ms, cost.backward_ms) for cost in others}) == 1
 
 
+def test_the_part_of_a_backward_that_is_for_weights():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+            self.scale = torch.nn.Parameter(torch.ones(64))
+
+        def forward(self, x):
+            hidden = torch.tanh(self.first(x))
+            return self.second(hidden) * self.scale.exp()
+
+    captured, found = measured(Scaled(), torch.randn(256, 64))
+    costs = {op.module or name: found.costs[name] for name, op in captured.ops.items()}
+    assert costs["first"].weight_gradient_ms == costs["first"].backward_ms > 0
+    assert 0 < costs["second"].weight_gradient_ms < costs["second"].backward_ms
+    assert costs["hidden"].weight_gradient_ms == 0 < costs["hidden"].backward_ms
+    assert costs["exp"].weight_gradient_ms == costs["exp"].backward_ms
+
+
 def test_ops_add_up_to_the_whole():
     model, x = models.Norms(), torch.randn(8, 3, 32, 32)
     captured = capture(model, (x,), {})

@@ -43,6 +43,16 @@ def test_bubble_of_equal_stages_is_n_minus_1_over_m_plus_n_minus_1(
     assert simulation.bubble == pytest.approx((n - 1) / (m + n - 1))
 
 
+@pytest.mark.parametrize(("n", "m"), [(2, 8), (4, 8), (8, 16)])
+def test_zb_h1_has_a_third_of_1f1bs_bubble_and_no_more_in_flight(n: int, m: int) -> None:
+    cost = StageCost(1.0, 2.0, saved_bytes=1, weight_gradient_ms=1.0)
+    halved, whole = uniform("zb-h1", n, m, cost), uniform("1f1b", n, m, cost)
+
+    assert halved.step_ms == pytest.approx(3 * m + n - 1)
+    assert whole.step_ms == pytest.approx(3 * m + 3 * (n - 1))
+    assert max(halved.peak_bytes) == max(whole.peak_bytes)
+
+
 def test_recomputed_microbatches_take_the_forward_again() -> None:
     simulation = uniform("1f1b", 2, 4, StageCost(1.0, 2.0), again=True)
 
@@ -161,7 +171,7 @@ def test_random_tables_against_the_naive_simulator(seed: int) -> None:
 
 def random_table(random: Random, n: int, m: int) -> Schedule:
     """A named schedule, stages dealt to devices at random, in an order that can run."""
-    rows = order.build(random.choice(order.NAMES), n, m).rows
+    rows = order.build(random.choice(["gpipe", "1f1b"]), n, m).rows
     device_of = [random.randrange(1 + n // 2) for _ in range(n)]
     merged = simulate(Schedule(rows), [StageCost(1.0, 1.0)] * n, [], FREE, [[False] * m] * n)
     timed = [

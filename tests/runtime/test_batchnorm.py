@@ -133,7 +133,9 @@ def test_a_package_updates_running_statistics_once_a_step(tmp_path, schedule, ch
 @pytest.mark.parametrize("checkpoint", toys.MODES)
 def test_compiled_stages_count_as_others_do(tmp_path, monkeypatch, checkpoint):
     compiled = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled(self, backend="aot_eager"))
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, options: compiled(self, backend="aot_eager")
+    )
     toys.write(tmp_path, toys.NORMED, 4, "1f1b", checkpoint)
     pipe = fxpipe.load(tmp_path, "cpu*2", compile=True, deferred_batch_norm=True).double()
     model = toys.NORMED.model().double()
