@@ -191,6 +191,8 @@ class Meter:
         )
         # The halves together take longer than the whole, which does once what both need.
         share = of_weights / (of_weights + of_inputs) if of_weights else 0.0
+        if not any(tensor.requires_grad for tensor in inputs):
+            share = 1.0
         return _Measured(
             forward_ms=forward_ms,
             backward_ms=whole,
