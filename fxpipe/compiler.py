@@ -61,7 +61,7 @@ def compile(
     lanes = parse_devices(devices)
     loops = usual_loops(schedule, len(lanes)) if loops is None else loops
     _check_settings(microbatches, loops, schedule, checkpoint, solver)
-    build_schedule(schedule, len(lanes), microbatches, loops)
+    build_schedule(schedule, len(lanes), microbatches, loops)  # refused before the work
     _check_costs(model, profile)
     line = _Line(progress)
     with line("capture"):

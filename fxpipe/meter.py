@@ -185,21 +185,32 @@ class Meter:
         pairs = list(zip(_given(node), leaves, strict=True))
         weights = [tensor for (used, _), tensor in pairs if self._is_weight(used)]
         inputs = [tensor for (used, _), tensor in pairs if not self._is_weight(used)]
-        whole, of_weights, of_inputs = (
-            max(0.0, backward_ms(self._clock, result, wanted) - self._engine_ms)
-            for wanted in (leaves + parameters, weights + parameters, inputs)
-        )
-        # The halves together take longer than the whole, which does once what both need.
-        share = of_weights / (of_weights + of_inputs) if of_weights else 0.0
-        if not any(tensor.requires_grad for tensor in inputs):
-            share = 1.0
+        whole_ms = self._backward_ms(result, leaves + parameters)
         return _Measured(
             forward_ms=forward_ms,
-            backward_ms=whole,
-            weight_gradient_ms=whole * share,
+            backward_ms=whole_ms,
+            weight_gradient_ms=whole_ms * self._weight_share(result, weights + parameters, inputs),
             saved=_saved(packed, _tensors(given), _tensors(result), self._parameters(node)),
             result_bytes=sum(tensor.nbytes for tensor in _tensors(result)),
         )
+
+    def _backward_ms(self, result: Any, leaves: Sequence[Tensor]) -> float:
+        return max(0.0, backward_ms(self._clock, result, leaves) - self._engine_ms)
+
+    def _weight_share(
+        self, result: Any, weights: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> float:
+        """What part of the backward is for weights alone; measured only where there is a choice.
+
+        The halves together take longer than the whole, which does once what both need.
+        """
+        for_weights, for_inputs = (
+            any(tensor.requires_grad for tensor in side) for side in (weights, inputs)
+        )
+        if not (for_weights and for_inputs):
+            return float(for_weights)
+        of_weights, of_inputs = (self._backward_ms(result, side) for side in (weights, inputs))
+        return of_weights / (of_weights + of_inputs) if of_weights else 0.0
 
     def _parameters(self, node: fx.Node) -> list[Tensor]:
         if node.op != "call_module":

@@ -54,7 +54,7 @@ def solve(score: Scorer) -> Solution:
     # Stages of one device share it, evenly or not.
     candidates = {
         cuts: None
-        for share in (1, problem.loops)
+        for share in sorted({1, problem.loops})
         for cuts in _candidates(problem, capacity // share)
     }
     while not candidates:
