@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.runtime.manifest import Mode, TensorSpec
 from fxpipe.runtime.structure import Structure
-from fxpipe.schedule import Schedule
+from fxpipe.schedule import Action, Schedule
 
 
 class CheckpointMode(StrEnum):
@@ -144,6 +144,18 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Network:
+    """The link of each ordered pair of devices: `link`, but for those in `pairs`."""
+
+    link: Link
+    pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+
+    def between(self, source: int, target: int) -> Link:
+        """The link that messages from device `source` to device `target` take."""
+        return self.pairs.get((source, target), self.link)
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """Costs by op, the link between devices, and how they were got.
 
@@ -227,7 +239,9 @@ class StageEstimate:
 class Estimate:
     """What the simulator predicts of one training step.
 
-    `spans` has the shape of the schedule's rows: when each action begins and ends, in ms.
+    `spans` has the shape of the schedule's rows: when each action begins and ends, in ms. `memory`
+    is what each device holds over time: (ms, bytes) after each change. `critical` are the actions
+    that the step's length hangs on, in order of time.
     """
 
     step_ms: float
@@ -235,13 +249,17 @@ class Estimate:
     peak_bytes: tuple[int, ...]
     spans: tuple[tuple[tuple[float, float], ...], ...]
     stages: tuple[StageEstimate, ...]
+    memory: tuple[tuple[tuple[float, int], ...], ...] = ()
+    critical: tuple[Action, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Cuts, schedule and recomputation together, with what they are predicted to cost.
 
-    `cuts[j]` is the number of blocks before stage j+1; stage j runs on `stage_to_device[j]`.
+    `cuts[j]` is the number of blocks before stage j+1; stage j runs on `stage_to_device[j]`, and
+    recomputes the blocks [begin, end) of each of its `segments`, each segment in one piece, in
+    the backward of every micro-batch.
     `bound_ms` is a proven lower bound on the step time of any plan with this schedule, where the
     solver gives one.
     """
@@ -254,6 +272,7 @@ class Plan:
     estimate: Estimate
     solver: str
     bound_ms: float | None = None
+    segments: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
     def gap(self) -> float | None:
