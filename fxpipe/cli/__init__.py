@@ -1,0 +1,26 @@
+"""The command `fxpipe`: a module for each group of commands, which are all named here.
+
+Exit codes: 0 done, 1 the answer is no (verify found a difference), 2 wrong use or wrong input,
+3 fxpipe itself failed. Nothing heavy is imported before a command runs, so that `--help` is quick.
+"""
+
+import typer
+
+from fxpipe.cli.check import inspect_command, verify_command
+from fxpipe.cli.compile import compile_command
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="A compiler for pipeline parallelism in PyTorch.",
+)
+app.command("compile")(compile_command)
+app.command("inspect")(inspect_command)
+app.command("verify")(verify_command)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    app()

@@ -1,0 +1,74 @@
+"""How a command answers: arguments that several take, its output, its errors and exit codes."""
+
+import contextlib
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fxpipe.errors import FxpipeError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+DIFFERS, WRONG_INPUT, FAILED = 1, 2, 3
+
+TargetText = Annotated[
+    str,
+    typer.Argument(metavar="TARGET", help="model.py, model.py:factory or package.module:factory"),
+]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="A package that `compile` wrote.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]
+
+
+class Answer:
+    """Prints a command's result to the real standard output, as JSON or as a table."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.stdout = sys.stdout
+
+    def __call__(self, facts: dict[str, Any], table: "RenderableType") -> None:
+        """The facts as JSON, or the table."""
+        if self.as_json:
+            self.stdout.write(json.dumps(facts, indent=2) + "\n")
+            return
+        from rich.console import Console
+
+        console = Console(file=self.stdout, highlight=False)
+        if not console.is_terminal:
+            console.width = max(console.width, 100)
+        console.print(table)
+
+
+@contextlib.contextmanager
+def answering(as_json: bool) -> Iterator[Answer]:
+    """Run a command: its errors become one message and an exit code.
+
+    What the user's model prints goes to standard error, so that standard output holds the answer.
+    """
+    answer = Answer(as_json)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield answer
+    except FxpipeError as error:
+        say(f"error: {error}")
+        raise typer.Exit(WRONG_INPUT) from error
+    except OSError as error:
+        say(f"error: {error}")
+        raise typer.Exit(WRONG_INPUT) from error
+    except typer.Exit:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        say("fxpipe failed: this is a bug in fxpipe, not in your model. Please report it.")
+        raise typer.Exit(FAILED) from error
+
+
+def say(text: str) -> None:
+    """Tell what is no answer, on standard error."""
+    typer.echo(text, err=True)
