@@ -30,7 +30,7 @@ from fxpipe.runtime.manifest import (
     StageSpec,
     StateSpec,
 )
-from fxpipe.runtime.trace import timeline_of
+from fxpipe.runtime.trace import memory_of, timeline_of
 from fxpipe.specs import tensor_spec
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -153,6 +153,8 @@ def _manifest(
             plan.estimate.bubble,
             plan.estimate.peak_bytes,
             timeline_of(plan.schedule, plan.estimate.spans),
+            memory_of(plan.estimate.memory),
+            tuple(map(str, plan.estimate.critical)),
         ),
         solver=plan.solver,
         gap=plan.gap,

@@ -15,7 +15,7 @@ import torch
 from fxpipe.errors import PackageError
 from fxpipe.runtime.structure import Structure
 
-FORMAT = 2
+FORMAT = 3
 UNKNOWN = "unknown"  # a size that depends on what the tensors hold
 
 # The modes in which a value is there.
@@ -137,13 +137,17 @@ class EstimateSpec:
     """The predicted training step: milliseconds, idle share, bytes per device.
 
     `timeline` has a row per device, of cells like `0F3 1.5 2.25`: an action of the schedule that
-    the package was compiled with, and when it begins and ends, in ms.
+    the package was compiled with, and when it begins and ends, in ms. `memory` has one too, of
+    what the device holds from when on, `0.0 1024;1.5 2048`, in ms and bytes. `critical` are the
+    actions that the step's length hangs on, in order of time.
     """
 
     step_ms: float
     bubble: float
     peak_bytes: tuple[int, ...]
     timeline: tuple[str, ...] = ()
+    memory: tuple[str, ...] = ()
+    critical: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,7 +211,7 @@ class Pipeline(Original):
         def use(found: Trace | None) -> None:
             self._trace = found
 
-        return Trace(path, self._devices, self._manifest.estimate.timeline, use)
+        return Trace(path, self._devices, self._manifest.estimate, use)
 
     def memory(self) -> Memory:
         """The peak bytes of each device over a step: predicted, and measured in a `with` block.

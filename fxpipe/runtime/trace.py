@@ -5,7 +5,7 @@ marked on the stream that does it, so on CUDA the times are the device's own, no
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from fxpipe.errors import InputError
 from fxpipe.runtime import stream
+from fxpipe.runtime.manifest import EstimateSpec
 from fxpipe.runtime.stream import Device, Mark, Stream
 from fxpipe.schedule import Action, Schedule
 
@@ -99,7 +100,7 @@ class Recorder:
 
 
 class Trace:
-    """As a context, writes the last step of the block to `path`, beside that of `timeline`.
+    """As a context, writes the last step of the block to `path`, beside that of `estimate`.
 
     `use` is told what to record steps with, and at last that nothing is.
     """
@@ -108,12 +109,12 @@ class Trace:
         self,
         path: str | Path,
         devices: Sequence[Device],
-        timeline: Sequence[str],
+        estimate: EstimateSpec,
         use: Callable[["Trace | None"], None],
     ) -> None:
         self._path = Path(path)
         self._devices = tuple(devices)
-        self._timeline = tuple(timeline)
+        self._estimate = estimate
         self._use = use
         self._last: Recorder | None = None
 
@@ -131,7 +132,7 @@ class Trace:
             return
         if self._last is None:
             raise InputError("no step ran while it was to be traced: call pipe.step(...)")
-        write(self._path, [*map(str, self._devices)], self._timeline, self._last.events())
+        write(self._path, [*map(str, self._devices)], self._estimate, self._last.events())
 
 
 def timeline_of(schedule: Schedule, spans: Spans) -> tuple[str, ...]:
@@ -156,14 +157,29 @@ def predicted(timeline: Sequence[str]) -> list[Event]:
     return events
 
 
+def memory_of(memory: Iterable[Iterable[tuple[float, int]]]) -> tuple[str, ...]:
+    """What each device holds from when on, as plan.json keeps it."""
+    return tuple(";".join(f"{ms:.3f} {n_bytes}" for ms, n_bytes in held) for held in memory)
+
+
+def held(memory: Sequence[str]) -> list[list[tuple[float, int]]]:
+    """(ms, bytes) after each change, by device, of such text."""
+    pairs = [[change.split() for change in filter(None, row.split(";"))] for row in memory]
+    return [[(float(ms), int(n_bytes)) for ms, n_bytes in row] for row in pairs]
+
+
 def write(
-    path: Path, lanes: Sequence[str], timeline: Sequence[str], measured: Sequence[Event]
+    path: Path, lanes: Sequence[str], estimate: EstimateSpec, measured: Sequence[Event] = ()
 ) -> None:
-    """Write both steps as Trace Event JSON, each a process, with a row per lane of each."""
+    """Write both steps as Trace Event JSON, each a process, with a row per lane of each.
+
+    What each device holds is a counter of the predicted one, whose critical path has a row too.
+    """
     events: list[dict[str, Any]] = []
-    for process, (name, found) in enumerate(
-        [("measured", measured), ("predicted", predicted(timeline))]
-    ):
+    foreseen = predicted(estimate.timeline)
+    for process, (name, found) in enumerate([("measured", measured), ("predicted", foreseen)]):
+        if not found:
+            continue
         events.append(_named("process_name", process, 0, name=name))
         events.append(_named("process_sort_index", process, 0, sort_index=process))
         rows: dict[int, str] = {}
@@ -176,6 +192,14 @@ def write(
         for row, text in sorted(rows.items()):
             events.append(_named("thread_name", process, row, name=text))
             events.append(_named("thread_sort_index", process, row, sort_index=row))
+    critical = set(estimate.critical)
+    if critical:
+        row = 2 * len(lanes)
+        events.append(_named("thread_name", 1, row, name="critical path"))
+        events.append(_named("thread_sort_index", 1, row, sort_index=row))
+        events += [_complete(event, 1, row) for event in foreseen if event.name in critical]
+    for lane, changes in enumerate(held(estimate.memory)):
+        events += [_counted(f"{lane}: {lanes[lane]} memory", *change) for change in changes]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1)
     path.write_text(text + "\n", encoding="utf-8")
 
@@ -190,6 +214,10 @@ def _complete(event: Event, process: int, row: int) -> dict[str, Any]:
         "ts": 1e3 * event.start_ms,
         "dur": 1e3 * (event.end_ms - event.start_ms),
     }
+
+
+def _counted(name: str, ms: float, n_bytes: int) -> dict[str, Any]:
+    return {"ph": "C", "name": name, "pid": 1, "ts": 1e3 * ms, "args": {"bytes": n_bytes}}
 
 
 def _named(what: str, process: int, row: int, **args: object) -> dict[str, Any]:

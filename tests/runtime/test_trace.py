@@ -9,7 +9,8 @@ from toys import MODES, SCHEDULES, SKIPS, TOYS, both, mean_loss
 
 from fxpipe.errors import InputError
 from fxpipe.runtime import package
-from fxpipe.runtime.trace import Event, predicted, timeline_of, write
+from fxpipe.runtime.manifest import EstimateSpec
+from fxpipe.runtime.trace import Event, memory_of, predicted, timeline_of, write
 from fxpipe.schedule import Schedule
 
 
@@ -89,10 +90,16 @@ def test_the_prediction_stands_beside(tmp_path):
     spans = [[(0.0, 1.0), (3.25, 4.5)], [(1.0, 2.0), (2.0, 3.25)]]
     timeline = timeline_of(schedule, spans)
     assert timeline == ("0F0 0.000 1.000, 0B0 3.250 4.500", "1F0 1.000 2.000, 1B0 2.000 3.250")
-    write(tmp_path / "t.json", ["cpu", "cpu"], timeline, [Event(0, "0F0", "F", 0.5, 1.5)])
+    memory = memory_of([[(0.0, 8), (1.0, 24)], [(1.0, 16)]])
+    assert memory == ("0.000 8;1.000 24", "1.000 16")
+    estimate = EstimateSpec(4.5, 0.0, (24, 16), timeline, memory, ("0F0", "1B0"))
+    write(tmp_path / "t.json", ["cpu", "cpu"], estimate, [Event(0, "0F0", "F", 0.5, 1.5)])
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert named(events, 0, "FB") == [["0F0"]]
-    assert named(events, 1, "FB") == [["0F0", "0B0"], ["1F0", "1B0"]]
+    assert named(events, 1, "FB") == [["0F0", "0B0"], ["1F0", "1B0"], ["0F0", "1B0"]]
+    held = [(e["name"], e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C"]
+    first, second = "0: cpu memory", "1: cpu memory"
+    assert held == [(first, 0.0, 8), (first, 1000.0, 24), (second, 1000.0, 16)]
     (measured,) = [e for e in events if e["ph"] == "X" and e["pid"] == 0]
     assert (measured["ts"], measured["dur"]) == (500.0, 1000.0)
     assert predicted(["", "0F1 0.000 2.000"]) == [Event(1, "0F1", "F", 0.0, 2.0)]
