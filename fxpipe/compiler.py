@@ -92,7 +92,7 @@ def compile(
             n_microbatches=microbatches,
             schedule=schedule,
             checkpoint=CheckpointMode(checkpoint),
-            link=profile.link,
+            link=profile.network.link,
             capacity_bytes=profile.capacity_bytes,
             solver=solver,
         )

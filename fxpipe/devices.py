@@ -1,6 +1,6 @@
 """What devices can do by their makers' word, for costs that are worked out instead of measured.
 
-Dense figures, without sparsity. Links are one direction of one device's share.
+Dense figures, without sparsity.
 """
 
 from collections.abc import Mapping
@@ -10,12 +10,9 @@ import torch
 
 from fxpipe.errors import DeviceError
 from fxpipe.ir import Link
+from fxpipe.topology import GB_PER_S, WIRES
 
 PREFIX = "analytic:"
-
-_GB_PER_S = 1e6  # in bytes per millisecond
-# Not from data sheets: what it takes to send anything at all, over NVLink and over PCIe.
-_NVLINK_MS, _PCIE_MS = 0.010, 0.020
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +42,7 @@ class Device:
     @property
     def bytes_per_ms(self) -> float:
         """Peak bytes from and to its memory."""
-        return _GB_PER_S * self.memory_gb_per_s
+        return GB_PER_S * self.memory_gb_per_s
 
 
 def _gpu(
@@ -58,15 +55,9 @@ def _gpu(
     double: float,
     memory_gb: int,
     memory_gb_per_s: float,
-    nvlink_gb_per_s: float = 0.0,
-    pcie_gb_per_s: float = 0.0,
+    wire: str,
 ) -> Device:
     """`half` and `bfloat16` on tensor cores with float32 sums; `single` off them, without TF32."""
-    link = (
-        Link(_NVLINK_MS, _GB_PER_S * nvlink_gb_per_s)
-        if nvlink_gb_per_s
-        else Link(_PCIE_MS, _GB_PER_S * pcie_gb_per_s)
-    )
     tera = {
         torch.float16: half,
         torch.bfloat16: bfloat16,
@@ -74,7 +65,7 @@ def _gpu(
         torch.float64: double,
     }
     # 5 us to launch a kernel: what PyTorch takes eagerly, more than the device itself needs.
-    return Device(name, tera, memory_gb, memory_gb_per_s, link, 0.005, source)
+    return Device(name, tera, memory_gb, memory_gb_per_s, WIRES[wire].link, 0.005, source)
 
 
 DEVICES: Mapping[str, Device] = {
@@ -87,7 +78,7 @@ DEVICES: Mapping[str, Device] = {
         double=7.8,
         memory_gb=32,
         memory_gb_per_s=900,
-        nvlink_gb_per_s=150,  # of 300 in both directions
+        wire="nvlink2",
     ),
     "a100": _gpu(
         "NVIDIA A100 SXM 80 GB",
@@ -98,7 +89,7 @@ DEVICES: Mapping[str, Device] = {
         double=19.5,
         memory_gb=80,
         memory_gb_per_s=2039,
-        nvlink_gb_per_s=300,  # of 600
+        wire="nvlink3",
     ),
     "h100": _gpu(
         "NVIDIA H100 SXM",
@@ -109,7 +100,7 @@ DEVICES: Mapping[str, Device] = {
         double=67,
         memory_gb=80,
         memory_gb_per_s=3350,
-        nvlink_gb_per_s=450,  # of 900
+        wire="nvlink4",
     ),
     "h200": _gpu(
         "NVIDIA H200 SXM",
@@ -120,7 +111,7 @@ DEVICES: Mapping[str, Device] = {
         double=67,
         memory_gb=141,
         memory_gb_per_s=4800,
-        nvlink_gb_per_s=450,  # of 900
+        wire="nvlink4",
     ),
     "b200": _gpu(
         "NVIDIA B200 (HGX)",
@@ -131,7 +122,7 @@ DEVICES: Mapping[str, Device] = {
         double=40,
         memory_gb=180,
         memory_gb_per_s=8000,
-        nvlink_gb_per_s=900,  # of 1800
+        wire="nvlink5",
     ),
     "l40s": _gpu(
         "NVIDIA L40S",
@@ -142,7 +133,7 @@ DEVICES: Mapping[str, Device] = {
         double=1.43,
         memory_gb=48,
         memory_gb_per_s=864,
-        pcie_gb_per_s=32,  # of 64
+        wire="pcie4",
     ),
     "rtx3090": _gpu(
         "NVIDIA GeForce RTX 3090",
@@ -153,7 +144,7 @@ DEVICES: Mapping[str, Device] = {
         double=0.556,
         memory_gb=24,
         memory_gb_per_s=936,
-        pcie_gb_per_s=32,
+        wire="pcie4",
     ),
     "rtx4090": _gpu(
         "NVIDIA GeForce RTX 4090",
@@ -164,7 +155,7 @@ DEVICES: Mapping[str, Device] = {
         double=1.29,
         memory_gb=24,
         memory_gb_per_s=1008,
-        pcie_gb_per_s=32,
+        wire="pcie4",
     ),
     "cpu": Device(
         "Intel Xeon Platinum 8480+, one socket",
@@ -173,7 +164,7 @@ DEVICES: Mapping[str, Device] = {
         {torch.float32: 56 * 2.0 * 64 / 1000, torch.float64: 56 * 2.0 * 32 / 1000},
         memory_gb=512,
         memory_gb_per_s=307.2,
-        link=Link(0.010, _GB_PER_S * 307.2),  # lanes share its memory
+        link=Link(0.010, GB_PER_S * 307.2),  # lanes share its memory
         launch_ms=0.005,
         source="Intel ARK, Xeon Platinum 8480+: cores, clock, AVX-512 units, channels, DDR5 speed",
     ),

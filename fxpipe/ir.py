@@ -157,13 +157,13 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Costs by op, the link between devices, and how they were got.
+    """Costs by op, the links between devices, and how they were got.
 
     `capacity_bytes` is what one device holds. `batch` is the micro-batch's rows.
     """
 
     costs: Mapping[str, OpCost]
-    link: Link
+    network: Network
     device: str
     capacity_bytes: int
     batch: int

@@ -8,7 +8,7 @@ from typing import Any
 
 from fxpipe.devices import PREFIX, device_named
 from fxpipe.errors import InputError
-from fxpipe.ir import Link, OpCost, Profile
+from fxpipe.ir import Link, Network, OpCost, Profile
 
 
 def costs_of(text: str) -> Profile | str:
@@ -29,9 +29,17 @@ def is_analytic(costs: Profile | str | None) -> bool:
 
 def save_profile(profile: Profile, path: str | Path) -> None:
     """Write `profile`; read it again with `load_profile`."""
-    data = dataclasses.asdict(profile)
-    if math.isinf(profile.link.bytes_per_ms):
-        data["link"]["bytes_per_ms"] = None  # nothing is copied
+    data = {
+        **{field.name: getattr(profile, field.name) for field in dataclasses.fields(profile)},
+        "costs": {name: dataclasses.asdict(cost) for name, cost in profile.costs.items()},
+        "network": {
+            "link": _link_data(profile.network.link),
+            "pairs": {
+                f"{source}>{target}": _link_data(link)
+                for (source, target), link in profile.network.pairs.items()
+            },
+        },
+    }
     Path(path).write_text(json.dumps(data, indent=1) + "\n")
 
 
@@ -39,22 +47,66 @@ def load_profile(path: str | Path) -> Profile:
     """Read what `save_profile` wrote. Raises InputError that names what is wrong."""
     try:
         data = json.loads(Path(path).read_text())
-        data["costs"] = {name: _cost(cost) for name, cost in data["costs"].items()}
-        latency_ms, bytes_per_ms = data["link"]["latency_ms"], data["link"]["bytes_per_ms"]
-        data["link"] = Link(latency_ms, math.inf if bytes_per_ms is None else bytes_per_ms)
-        return Profile(**data)
+        data["costs"] = {name: _cost(name, cost) for name, cost in data["costs"].items()}
+        data["network"] = _network(data["network"])
+        profile = Profile(**data)
+        for what in ("capacity_bytes", "batch"):
+            if _number(what, getattr(profile, what)) < 1:
+                raise ValueError(f"{what} is {getattr(profile, what)}, not positive")
+        return profile
     except OSError as error:
         raise InputError(f"the profile {path} can't be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            f"{path} is no profile ({type(error).__name__}: {error}): write one with --save-profile"
+            f"{path} is no profile ({type(error).__name__}: {error}): write one with `fxpipe "
+            "profile`"
         ) from error
 
 
-def _cost(data: dict[str, Any]) -> OpCost:
+def _cost(op: str, data: dict[str, Any]) -> OpCost:
     cost = OpCost(**{**data, "saved": tuple((name, size) for name, size in data["saved"])})
-    if min(cost.forward_ms, cost.weight_gradient_ms, cost.workspace_bytes) < 0:
-        raise ValueError(f"negative cost {cost}")
+    for what in ("forward_ms", "backward_ms", "weight_gradient_ms", "workspace_bytes"):
+        _not_negative(f"{what} of {op}", getattr(cost, what))
+    for value, size in cost.saved:
+        _not_negative(f"the bytes that {op} saves of {value}", size)
     if cost.backward_ms < cost.weight_gradient_ms:
-        raise ValueError(f"a backward shorter than its part for weights {cost}")
+        raise ValueError(
+            f"the backward of {op} takes {cost.backward_ms} ms, its part for weights "
+            f"{cost.weight_gradient_ms}"
+        )
     return cost
+
+
+def _network(data: dict[str, Any]) -> Network:
+    pairs = {}
+    for text, link in data["pairs"].items():
+        source, target = map(int, text.split(">"))
+        pairs[source, target] = _link(f"the link {text}", link)
+    return Network(_link("the link", data["link"]), pairs)
+
+
+def _link(what: str, data: dict[str, Any]) -> Link:
+    latency_ms, bytes_per_ms = data["latency_ms"], data["bytes_per_ms"]
+    _not_negative(f"the latency of {what}", latency_ms)
+    if bytes_per_ms is not None and _number(f"the bandwidth of {what}", bytes_per_ms) <= 0:
+        raise ValueError(f"the bandwidth of {what} is {bytes_per_ms}, not positive")
+    return Link(latency_ms, math.inf if bytes_per_ms is None else bytes_per_ms)
+
+
+def _link_data(link: Link) -> dict[str, float | None]:
+    copies = not math.isinf(link.bytes_per_ms)  # else JSON has no number for it
+    return {
+        "latency_ms": link.latency_ms,
+        "bytes_per_ms": link.bytes_per_ms if copies else None,
+    }
+
+
+def _not_negative(what: str, value: object) -> None:
+    if _number(what, value) < 0:
+        raise ValueError(f"{what} is {value}, a negative cost")
+
+
+def _number(what: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{what} is {value!r}, not a number")
+    return value

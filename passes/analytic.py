@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe.devices import device_named
 from fxpipe.interpret import DTYPE, TRAINING, run_graph, untouched
-from fxpipe.ir import Capture, Profile
+from fxpipe.ir import Capture, Network, Profile
 from fxpipe.memory import faked
 from fxpipe.meter import Meter, first_microbatch
 from fxpipe.roofline import Roofline
@@ -44,7 +44,7 @@ def analytic(
         run_graph(capture.graph, capture.modules, attributes, [*map(fake, given)], meter)
     return Profile(
         costs=meter.costs,
-        link=described.link,
+        network=Network(described.link),
         device=described.name,
         capacity_bytes=described.capacity_bytes,
         batch=-(-capture.batch // n_microbatches),

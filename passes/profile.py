@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fxpipe.interpret import DTYPE, TRAINING, run_graph, untouched
 from fxpipe.ir import Capture, OpCost, Profile
-from fxpipe.machine import measure_link
+from fxpipe.links import measure_network
 from fxpipe.meter import Meter, StopWatch, backward_ms, first_microbatch
 from fxpipe.runtime.stream import (
     Device,
@@ -61,7 +61,7 @@ def profile(
         torch.set_num_threads(threads)
     return Profile(
         costs=costs,
-        link=measure_link(devices),
+        network=measure_network(devices),
         device=str(devices[0]),
         capacity_bytes=min(capacities(devices)),
         batch=-(-capture.batch // n_microbatches),

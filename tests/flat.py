@@ -2,7 +2,7 @@
 
 from fxpipe.capture import capture
 from fxpipe.compiler import compile
-from fxpipe.ir import Link, OpCost, Profile
+from fxpipe.ir import Link, Network, OpCost, Profile
 from fxpipe.target import Target
 from fxpipe.verify import verify
 
@@ -15,7 +15,7 @@ def flat_profile(captured, microbatches):
             name: OpCost(1.0, 2.0, ((name, 8),) if name in captured.specs else ())
             for name in captured.ops
         },
-        link=Link(latency_ms=0.01, bytes_per_ms=1e6),
+        network=Network(Link(latency_ms=0.01, bytes_per_ms=1e6)),
         device="cpu",
         capacity_bytes=2**30,
         batch=rows,

@@ -13,8 +13,6 @@ from flat import compile_flat, flat_profile
 import fxpipe
 from fxpipe.capture import capture
 from fxpipe.errors import InputError, PackageError, WeightsError
-from fxpipe.ir import Link, OpCost, Profile
-from fxpipe.profile_file import load_profile, save_profile
 from fxpipe.runtime.portal import Wires
 from fxpipe.target import Target
 from fxpipe.verify import verify
@@ -166,33 +164,6 @@ def test_weights_of_another_model_are_refused_whole(tmp_path):
     with pytest.raises(WeightsError, match=r"first\.weight"):
         pipe.load_state_dict(models.Chain().state_dict())
     assert all(torch.equal(before[name], tensor) for name, tensor in pipe.state_dict().items())
-
-
-def test_profiles_come_back_from_their_file(tmp_path):
-    profile = Profile(
-        costs={"a": OpCost(1.5, 2.5, (("b", 8),), 16)},
-        link=Link(0.01, math.inf),
-        device="cpu",
-        capacity_bytes=2**30,
-        batch=2,
-        fingerprint="f",
-    )
-    save_profile(profile, tmp_path / "costs.json")
-    assert load_profile(tmp_path / "costs.json") == profile
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("{", "is no profile"),
-        ("{}", "is no profile"),
-        ('{"costs": {"a": {"forward_ms": -1, "backward_ms": 0, "saved": []}}}', "negative cost"),
-    ],
-)
-def test_a_file_that_is_no_profile_is_refused(text, says, tmp_path):
-    (tmp_path / "costs.json").write_text(text)
-    with pytest.raises(InputError, match=says):
-        load_profile(tmp_path / "costs.json")
 
 
 def test_a_profile_of_another_model_or_microbatch_is_refused():

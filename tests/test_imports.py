@@ -24,7 +24,7 @@ HELPERS = (
     "fxpipe.devices",
     "fxpipe.interpret",
     "fxpipe.local_sizes",
-    "fxpipe.machine",
+    "fxpipe.links",
     "fxpipe.memory",
     "fxpipe.meter",
     "fxpipe.regions",
@@ -32,6 +32,7 @@ HELPERS = (
     "fxpipe.source",
     "fxpipe.specs",
     "fxpipe.stock",
+    "fxpipe.topology",
 )
 RULES = {
     "fxpipe.errors": (),
@@ -54,6 +55,7 @@ RULES = {
             "fxpipe.memory",
             "fxpipe.regions",
             "fxpipe.specs",
+            "fxpipe.topology",
         ),
     ),
     "fxpipe.capture": (*BASE, *HELPERS, "fxpipe.capture"),
