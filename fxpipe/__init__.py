@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from fxpipe.memory import without_memory
     from fxpipe.package import Package
     from fxpipe.runtime import Pipeline, Runner, load, splice
+    from fxpipe.schedule import Schedule
 
 __version__ = "0.1.0"
 __all__ = [
     "Package",
     "Pipeline",
     "Runner",
+    "Schedule",
     "compile",
     "errors",
     "load",
@@ -37,6 +39,7 @@ _HOMES = {
     "load": "fxpipe.runtime",
     "Pipeline": "fxpipe.runtime",
     "Runner": "fxpipe.runtime",
+    "Schedule": "fxpipe.schedule",
     "without_memory": "fxpipe.memory",
     "splice": "fxpipe.runtime",
 }

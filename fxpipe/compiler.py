@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,11 +22,13 @@ from fxpipe.passes.analytic import analytic
 from fxpipe.passes.linearize import linearize
 from fxpipe.passes.order import NAMES as SCHEDULES
 from fxpipe.passes.order import build as build_schedule
+from fxpipe.passes.order import given as given_schedule
 from fxpipe.passes.order import usual_loops
 from fxpipe.passes.partition import SOLVERS, partition
 from fxpipe.passes.portals import wire
 from fxpipe.passes.profile import profile as profile_ops
 from fxpipe.runtime.stream import Devices, parse_devices
+from fxpipe.schedule import Schedule
 
 
 def compile(
@@ -35,7 +38,7 @@ def compile(
     *,
     devices: Devices,
     microbatches: int,
-    schedule: str = "1f1b",
+    schedule: str | Schedule = "1f1b",
     loops: int | None = None,
     checkpoint: str = "never",
     solver: str = "dp",
@@ -47,11 +50,12 @@ def compile(
 
     `args` and `kwargs` hold one whole batch (dimension 0), which is cut into `microbatches`.
     `devices` is a count, a list, or text such as `"cuda:0,cuda:1"`, `"cpu*4"` and `"cuda:0/4"`.
-    `schedule` is gpipe, 1f1b, zb-h1, interleaved or bfs; `loops`, the stages a device, are 2 under
-    the last two, else 1. `checkpoint` is never, except_last or always, `solver` dp, beam or cpsat.
-    A given `profile` must be of the same model and micro-batch; text such as `analytic:h100` has it
-    worked out for that device, and a model built `without_memory()` needs that. `progress` is told
-    each pass as it starts.
+    `schedule` is gpipe, 1f1b, zb-h1, zb-h2, zb-v, interleaved, bfs or a member of Pfeife's family
+    such as `"pfeife:B_l=4,B_f=2"`; `loops`, the stages a device, are 2 under zb-v, interleaved and
+    bfs, else 1. Or it is a table of your own, with a row for each device. `checkpoint` is never,
+    except_last or always, `solver` dp, beam or cpsat. A given `profile` must be of the same model
+    and micro-batch; text such as `analytic:h100` has it worked out for that device, and a model
+    built `without_memory()` needs that. `progress` is told each pass as it starts.
 
     With `allow_graph_breaks`, a model that can't be captured as one graph gives a package of its
     largest part that can: `manifest.part` names it, and `splice` puts it into the model.
@@ -59,9 +63,8 @@ def compile(
     The model is left as it was. Raises an FxpipeError for whatever can't be done.
     """
     lanes = parse_devices(devices)
-    loops = usual_loops(schedule, len(lanes)) if loops is None else loops
     _check_settings(microbatches, loops, schedule, checkpoint, solver)
-    build_schedule(schedule, len(lanes), microbatches, loops)  # refused before the work
+    table = _table(schedule, len(lanes), microbatches, loops)  # refused before the work
     _check_costs(model, profile)
     line = _Line(progress)
     with line("capture"):
@@ -87,8 +90,8 @@ def compile(
     with line("partition"):
         plan = partition(
             chain,
-            n_stages=len(lanes) * loops,
-            loops=loops,
+            n_stages=table.n_stages,
+            loops=max(Counter(table.stage_to_device).values()),
             n_microbatches=microbatches,
             schedule=schedule,
             checkpoint=CheckpointMode(checkpoint),
@@ -106,16 +109,17 @@ def compile(
 
 
 def _check_settings(
-    microbatches: object, loops: object, schedule: str, checkpoint: str, solver: str
+    microbatches: object, loops: object, schedule: str | Schedule, checkpoint: str, solver: str
 ) -> None:
     """Before the work rather than after it, and all at once."""
     wrong = []
-    for what, count in (("microbatches", microbatches), ("loops", loops)):
+    for what, count in (("microbatches", microbatches), ("loops", 1 if loops is None else loops)):
         if not isinstance(count, int) or count < 1:
             wrong.append(f"{what} is a whole number, at least 1, not {count!r}")
     modes = tuple(mode.value for mode in CheckpointMode)
+    named = SCHEDULES[0] if isinstance(schedule, Schedule) else str(schedule).partition(":")[0]
     for what, name, names in (
-        ("schedule", schedule, SCHEDULES),
+        ("schedule", named, SCHEDULES),
         ("checkpoint mode", checkpoint, modes),
         ("solver", solver, SOLVERS),
     ):
@@ -123,6 +127,15 @@ def _check_settings(
             wrong.append(f"there is no {what} {name!r}: use one of {', '.join(names)}")
     if wrong:
         raise InputError("\n".join(wrong))
+
+
+def _table(
+    schedule: str | Schedule, n_devices: int, microbatches: int, loops: int | None
+) -> Schedule:
+    if isinstance(schedule, Schedule):
+        return given_schedule(schedule, n_devices, microbatches, loops)
+    loops = usual_loops(schedule, n_devices) if loops is None else loops
+    return build_schedule(schedule, n_devices, microbatches, loops)
 
 
 def _check_costs(model: nn.Module, profile: Profile | str | None) -> None:

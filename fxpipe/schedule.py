@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from pathlib import Path
 
 from fxpipe.errors import ScheduleError
 
@@ -78,6 +79,12 @@ class Schedule:
         """Number of micro-batches that appear in the table."""
         return 1 + max((action.microbatch for row in self.rows for action in row), default=-1)
 
+    @cached_property
+    def stage_to_device(self) -> tuple[int, ...]:
+        """By stage, the row that it stands in: the last such row, 0 where there is none."""
+        places = {action.stage: d for d, row in enumerate(self.rows) for action in row}
+        return tuple(places.get(stage, 0) for stage in range(self.n_stages))
+
     def first(self, n_microbatches: int) -> "Schedule":
         """The table of the first `n_microbatches` alone, for a smaller batch."""
         if n_microbatches >= self.n_microbatches:
@@ -98,6 +105,16 @@ class Schedule:
         """Read a table; empty cells (idle) are skipped. Raises ScheduleError."""
         rows = csv.reader(io.StringIO(text))
         return cls(tuple(tuple(Action.parse(cell) for cell in row if cell.strip()) for row in rows))
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Schedule":
+        """Read the table in a file. Raises ScheduleError, also where the file can't be read."""
+        try:
+            return cls.from_csv(Path(path).read_text())
+        except ScheduleError as error:
+            raise ScheduleError(f"{path}: {error}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ScheduleError(f"the schedule {path} can't be read: {error}") from error
 
     def needs(self, action: Action) -> Iterator[Action]:
         """The actions of its own and of neighbouring stages that `action` waits for."""

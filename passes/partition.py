@@ -76,7 +76,7 @@ def partition(
     *,
     n_stages: int,
     n_microbatches: int,
-    schedule: str,
+    schedule: str | Schedule,
     checkpoint: CheckpointMode,
     link: Link,
     capacity_bytes: int,
@@ -87,19 +87,21 @@ def partition(
 ) -> Plan:
     """Cut `chain` into `n_stages` so that the simulated step is short and fits each device.
 
-    Each device holds `loops` of the stages, which are dealt out in turn. `solver` is one of
-    `SOLVERS`; `seed` and `time_limit_s` are for those that use chance or time. Raises PlanError
-    where no such cut exists, ScheduleError for an unknown schedule.
+    Each device holds `loops` of the stages, as `schedule` deals them out: the name of one, or a
+    table that can run. `solver` is one of `SOLVERS`; `seed` and `time_limit_s` are for those that
+    use chance or time. Raises PlanError where no such cut exists, ScheduleError for an unknown
+    schedule.
     """
     from fxpipe.passes.partition_tidy import tidy  # it imports this module, as the solvers do
 
     edges = _edges(chain)
     _check_counts(n_stages, n_microbatches, len(edges) - 1, solver)
-    n_devices = n_stages // loops
     problem = Problem(
         chain=chain,
         n_stages=n_stages,
-        schedule=order.build(schedule, n_devices, n_microbatches, loops),
+        schedule=schedule
+        if isinstance(schedule, Schedule)
+        else order.build(schedule, n_stages // loops, n_microbatches, loops),
         checkpoint=checkpoints.place(checkpoint, n_stages),
         link=link,
         capacity_bytes=capacity_bytes,
@@ -114,8 +116,8 @@ def partition(
         raise PlanError(_does_not_fit(problem, estimate, checkpoint))
     return Plan(
         cuts=cuts,
-        stage_to_device=tuple(j % n_devices for j in range(n_stages)),
-        schedule_name=schedule,
+        stage_to_device=problem.schedule.stage_to_device,
+        schedule_name=schedule if isinstance(schedule, str) else "given",
         schedule=problem.schedule,
         checkpoint=problem.checkpoint,
         estimate=estimate,
@@ -165,10 +167,13 @@ def _check_counts(n_stages: int, n_microbatches: int, n_atoms: int, solver: str)
 def _does_not_fit(problem: Problem, estimate: Estimate, checkpoint: CheckpointMode) -> str:
     peak = max(estimate.peak_bytes)
     device = estimate.peak_bytes.index(peak)
-    stages = estimate.stages[device :: problem.n_stages // problem.loops]
+    places = problem.schedule.stage_to_device
+    stages = [
+        stage for stage, place in zip(estimate.stages, places, strict=True) if place == device
+    ]
     help_by = ["smaller micro-batches (more of them)"]
     if problem.n_stages < len(problem.edges) - 1:
-        help_by.insert(0, f"more than {problem.n_stages // problem.loops} devices")
+        help_by.insert(0, f"more than {len(problem.schedule.rows)} devices")
     if checkpoint is not CheckpointMode.ALWAYS:
         help_by.append("`--checkpoint always`")
     return (

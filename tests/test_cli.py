@@ -323,6 +323,32 @@ def test_saved_analytic_profile_gives_the_same_package_again():
     assert files("one") == files("two")
 
 
+def test_a_table_of_ones_own_is_the_packages():
+    compiled_into("usual", "--microbatches", 3, "--schedule", "zb-v")
+    table = Path("usual/schedule.csv").read_text()
+    Path("mine.csv").write_text(table)
+    compiled_into("own", "--schedule", "mine.csv")  # micro-batches are the table's
+    assert Path("own/schedule.csv").read_text() == table
+    assert run("verify", "own", "net.py").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        (None, "the schedule mine.csv can't be read"),
+        ("0F0;0B0", "mine.csv: schedule cell '0F0;0B0' is no action"),
+        ("0F0,0B0\n1B0,1F0\n", "device 1 waits forever at 1B0 for 1F0"),
+        ("0F0,0B0\n", "rows: 1, devices: 2"),
+    ],
+)
+def test_a_table_that_is_none_is_refused_before_the_work(table, says):
+    if table is not None:
+        Path("mine.csv").write_text(table)
+    with mock.patch("fxpipe.compiler.capture_model", side_effect=AssertionError):
+        options = ("--devices", "cpu*2", "-o", "out", "--schedule", "mine.csv")
+        assert says in refused("compile", write(), *options)
+
+
 def test_wrong_use_is_told_by_the_parser():
     assert run("compile", write(), "-o", "out").exit_code == 2
     options = ("--devices", 2, "-o", "out")

@@ -56,6 +56,34 @@ def test_a_package_computes_what_the_model_does(kind, devices, schedule, checkpo
     assert [d.group for d in result.differences][-1] == "eval(): outputs"
 
 
+V_OF_TWO_LOOPS = fxpipe.Schedule.from_csv(
+    "0F0,0F1,2F0,2B0,2F1,0I0,2B1,0F2,0W0,2F2,0I1,2B2,0W1,0F3,2F3,2B3,0I2,0W2,0I3,0W3\n"
+    "1F0,1F1,1B0,1F2,1B1,1B2,1F3,1B3\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("zb-h2", {"devices": "cpu*2"}),
+        ("zb-v", {"devices": "cpu*2"}),
+        ("zb-v", {"devices": "cpu*1", "checkpoint": "always"}),
+        ("zb-v", {"devices": "cpu*2", "checkpoint": "except_last", "solver": "beam"}),
+        ("pfeife:B_l=2,B_f=1", {"devices": "cpu*2", "loops": 2}),
+        (V_OF_TWO_LOOPS, {"devices": "cpu*2"}),
+    ],
+)
+@pytest.mark.parametrize("kind", [models.Skip, models.Tied, models.Norms])
+def test_a_package_computes_it_wherever_its_stages_are(kind, schedule, options, tmp_path):
+    package = compile_flat(
+        kind(), kwargs=MAKERS[kind](8), microbatches=4, schedule=schedule, **options
+    )
+    table = package.plan.schedule
+    assert package.manifest.stage_to_device == table.stage_to_device
+    result = verify(package.write(tmp_path / "out"), target_of(kind), batch=10)
+    assert result.equal, result
+
+
 def test_what_compares_all_rows_is_of_each_micro_batch_and_said_to_be(tmp_path):
     def inputs(rows):
         return {"x": torch.randn(rows, 6), "y": torch.randn(rows, 6)}
@@ -189,7 +217,8 @@ def test_settings_that_do_not_exist_are_told_at_once_and_before_the_work():
         fxpipe.compile(models.Chain(), (torch.randn(8, 6),), devices=2, **wrong)
     assert str(error.value).splitlines() == [
         "microbatches is a whole number, at least 1, not 0",
-        "there is no schedule 'fast': use one of gpipe, 1f1b, interleaved, bfs, zb-h1",
+        "there is no schedule 'fast': use one of gpipe, 1f1b, interleaved, bfs, zb-h1, "
+        "zb-h2, zb-v, pfeife",
         "there is no checkpoint mode 'some': use one of never, except_last, always",
         "there is no solver 'magic': use one of dp, beam, cpsat",
     ]

@@ -111,7 +111,12 @@ def test_imports_point_one_way(name, file):
 
 
 def passes_that_may_be_imported_by(name: str) -> tuple[str, ...]:
-    """Passes stand alone; only partitioning is a family, with a simulator and orders to price."""
+    """Passes stand alone; only orders and partitioning are families.
+
+    Partitioning has a simulator and orders to price.
+    """
+    if name.startswith("fxpipe.passes.order"):
+        return tuple(other for other in KNOWN if other.startswith("fxpipe.passes.order"))
     if name.startswith("fxpipe.passes.partition"):
         family = {other for other in KNOWN if other.startswith("fxpipe.passes.partition")}
         needed = ("simulate", "order", "checkpoints")

@@ -9,16 +9,6 @@ import typer
 from fxpipe.cli.answer import Json, TargetText, answering, say
 
 
-class ScheduleName(StrEnum):
-    """Schedules that a step can follow."""
-
-    GPIPE = "gpipe"
-    ONE_F_ONE_B = "1f1b"
-    INTERLEAVED = "interleaved"
-    BFS = "bfs"
-    ZB_H1 = "zb-h1"
-
-
 class CheckpointName(StrEnum):
     """Micro-batches whose activations are recomputed in backward."""
 
@@ -42,12 +32,21 @@ def compile_command(
     batch: Annotated[int, typer.Option(min=1, help="Rows of a training step.")] = 8,
     microbatches: Annotated[
         int | None,
-        typer.Option(min=1, help="[default: twice the devices, at most the batch]"),
+        typer.Option(min=1, help="[default: the table's, or twice the devices, at most the batch]"),
     ] = None,
-    schedule: Annotated[ScheduleName, typer.Option()] = ScheduleName.ONE_F_ONE_B,
+    schedule: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE.csv",
+            help="gpipe, 1f1b, zb-h1, zb-h2, zb-v, interleaved, bfs, or pfeife as in "
+            "pfeife:B_l=4,B_f=2; or a table of your own, a row for each device.",
+        ),
+    ] = "1f1b",
     loops: Annotated[
         int | None,
-        typer.Option(min=1, help="Stages a device [default: 2 under interleaved and bfs, else 1]"),
+        typer.Option(
+            min=1, help="Stages a device [default: 2 under interleaved, bfs, zb-v, else 1]"
+        ),
     ] = None,
     checkpoint: Annotated[
         CheckpointName, typer.Option(help="Micro-batches that are recomputed in backward.")
@@ -94,10 +93,13 @@ def compile_command(
         from fxpipe.profile_file import save_profile as write_profile
         from fxpipe.progress import Progress
         from fxpipe.runtime.stream import parse_devices
+        from fxpipe.schedule import Schedule
         from fxpipe.weights import refuse_valueless
 
         refuse_loss(out)  # before the work rather than after it
         used = [str(device) for device in parse_devices(devices)]
+        order = Schedule.read(schedule) if schedule.endswith(".csv") else schedule
+        usual = order.n_microbatches if isinstance(order, Schedule) else min(batch, 2 * len(used))
         loaded = targets.load(target)
         costs = None if profile is None else costs_of(profile)
         inputs = loaded.inputs(batch)
@@ -115,8 +117,8 @@ def compile_command(
                 inputs.args,
                 inputs.kwargs,
                 devices=devices,
-                microbatches=microbatches or min(batch, 2 * len(used)),
-                schedule=schedule.value,
+                microbatches=microbatches or usual,
+                schedule=order,
                 loops=loops,
                 checkpoint=checkpoint.value,
                 solver=solver.value,
