@@ -3,82 +3,13 @@
 import json
 from textwrap import dedent
 
+from plans import MANIFEST
 from rich.console import Console, RenderableType
 
 from fxpipe import report
 from fxpipe.difference import Difference
 from fxpipe.edits import Edits
-from fxpipe.runtime.manifest import (
-    EstimateSpec,
-    InputSpec,
-    Manifest,
-    OutputSpec,
-    PortSpec,
-    StageSpec,
-    StateSpec,
-    TensorSpec,
-)
 from fxpipe.verify import Verification
-
-ROWS = TensorSpec(("batch", 1024), "float32", requires_grad=True)
-TIED = TensorSpec((1024, 1024), "float32", requires_grad=True)
-
-
-def stage(j: int, *inputs: PortSpec) -> StageSpec:
-    return StageSpec(
-        file=f"stage_{j}.py",
-        class_name=f"Stage{j}",
-        device=j,
-        checkpoint="never",
-        random=False,
-        ops=3 + j,
-        inputs=inputs,
-        outputs=(OutputSpec(f"x_{j}", None, ROWS),),
-        parameters=("embed.weight",) if j != 1 else (),
-        buffers=(),
-        mutated_buffers=(),
-        forward_ms=1.234,
-        backward_ms=12.34,
-        parameter_bytes=4 * 1024 * 1024 if j != 1 else 0,
-        saved_bytes=512,
-        received_bytes=0,
-    )
-
-
-def port(value: str, source: int | None, portal: bool = False) -> PortSpec:
-    return PortSpec(value, value, source, portal, ROWS)
-
-
-MANIFEST = Manifest(
-    format=1,
-    fxpipe="0",
-    torch="2",
-    model="Tied",
-    fingerprint="",
-    batch=10,
-    sizes={},
-    conditions=(),
-    microbatches=4,
-    schedule="1f1b",
-    devices=("cpu", "cpu", "cpu"),
-    signature=("x",),
-    input_structure={"dict": {"x": {"tensor": 0}}},
-    inputs=(InputSpec("x", True, ROWS),),
-    output_structure={"tensor": 0},
-    outputs=(OutputSpec("x_2", 2, ROWS),),
-    stages=(
-        stage(0, port("x", None)),
-        stage(1, port("x_0", 0)),
-        stage(2, port("x_0", 0, portal=True), port("x_1", 1)),
-    ),
-    state=(StateSpec("embed.weight", "parameter", TIED),),
-    estimate=EstimateSpec(step_ms=123.4, bubble=0.25, peak_bytes=(3 * 2**30, 2**20, 100)),
-    solver="dp",
-    gap=0.01,
-    checked="train and eval",
-    profile="measured on a CPU",
-    files={},
-)
 
 
 def shown(table: RenderableType) -> str:

@@ -1,0 +1,115 @@
+"""A step as coloured boxes: what its drawings, on a page and on paper, have in common."""
+
+from dataclasses import dataclass
+
+from fxpipe.runtime.trace import COPY, LOSS, RECOMPUTE
+from fxpipe.schedule import Kind
+from fxpipe.view import View
+
+# Told apart by the colour-blind too, and by their lightness in print.
+COLORS = {
+    str(Kind.FORWARD): "#3a6ea5",
+    str(Kind.BACKWARD): "#4f9d69",
+    str(Kind.INPUT): "#4f9d69",
+    str(Kind.WEIGHT): "#efb94f",
+    RECOMPUTE: "#a9c4e0",
+    LOSS: "#8c8c8c",
+    COPY: "#8c8c8c",
+}
+NAMES = {
+    str(Kind.FORWARD): "forward",
+    str(Kind.BACKWARD): "backward",
+    str(Kind.INPUT): "gradients of inputs",
+    str(Kind.WEIGHT): "gradients of weights",
+    RECOMPUTE: "recomputation",
+    LOSS: "loss",
+    COPY: "copies to other devices",
+}
+CRITICAL = "#c8102e"
+_PALEST = 0.45  # how far the last of a device's stages goes towards white
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An event as it is drawn. Inner ones lie on their action's, and copies on none.
+
+    `number` is the micro-batch, of an action, and `room` the part of the box where it may stand.
+    """
+
+    name: str
+    kind: str
+    lane: int
+    start_ms: float
+    end_ms: float
+    color: str
+    number: str = ""
+    room: tuple[float, float] = (0.0, 0.0)
+
+
+def boxes(view: View) -> tuple[Box, ...]:
+    """Those of the step: actions first, then what is inside of them, then copies."""
+    rooms: dict[str, tuple[float, float]] = {}
+    under: dict[int, str] = {}  # the lane's action
+    for event in view.events:
+        if event.kind in set(Kind):
+            rooms[event.name] = (event.start_ms, event.end_ms)
+            under[event.lane] = event.name
+        elif event.kind != COPY and event.lane in under:
+            start, end = rooms[under[event.lane]]
+            before, behind = (start, event.start_ms), (event.end_ms, end)
+            rooms[under[event.lane]] = max(before, behind, key=lambda part: part[1] - part[0])
+    tints = _tints(view)
+    actions = [
+        Box(
+            event.name,
+            event.kind,
+            event.lane,
+            event.start_ms,
+            event.end_ms,
+            _paler(COLORS[event.kind], tints[action.stage]),
+            str(action.microbatch),
+            rooms[event.name],
+        )
+        for action, event in view.actions
+    ]
+    others = [
+        Box(e.name, e.kind, e.lane, e.start_ms, e.end_ms, COLORS[e.kind])
+        for kind in (RECOMPUTE, LOSS, COPY)
+        for e in view.events
+        if e.kind == kind
+    ]
+    return (*actions, *others)
+
+
+def kinds(view: View) -> tuple[str, ...]:
+    """Those of its events, in the order of the legend."""
+    found = {event.kind for event in view.events}
+    return tuple(kind for kind in COLORS if kind in found)
+
+
+def dark(color: str) -> bool:
+    """Whether text on it should be white."""
+    red, green, blue = _channels(color)
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 0.62
+
+
+def _tints(view: View) -> dict[int, float]:
+    """How pale each stage is: those of one device differ."""
+    stages: dict[int, set[int]] = {}
+    for action, event in view.actions:
+        stages.setdefault(event.lane, set()).add(action.stage)
+    return {
+        stage: _PALEST * k / max(1, len(own) - 1)
+        for own in stages.values()
+        for k, stage in enumerate(sorted(own))
+    }
+
+
+def _paler(color: str, share: float) -> str:
+    """The color, by that share white."""
+    mixed = (round(255 * (channel + (1 - channel) * share)) for channel in _channels(color))
+    return "#" + "".join(f"{channel:02x}" for channel in mixed)
+
+
+def _channels(color: str) -> tuple[float, ...]:
+    return tuple(int(color[k : k + 2], 16) / 255 for k in (1, 3, 5))

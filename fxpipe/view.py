@@ -1,0 +1,130 @@
+"""A step as it is looked at: what each device did when, as predicted or as a trace has it."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fxpipe.errors import InputError
+from fxpipe.runtime import trace
+from fxpipe.runtime.manifest import Manifest
+from fxpipe.runtime.trace import COPY, RECOMPUTE, Event
+from fxpipe.schedule import Action, Kind
+
+# The timeline is kept to a thousandth of a ms: two roundings, for each of two actions.
+_ROUNDING_MS = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One step. `events` are actions, and what is done inside of them: recomputation and losses.
+
+    `lanes` are the devices by name; `memory` is what each holds, (ms, bytes) from then on, and
+    `critical` the actions that the step's length hangs on, in order of time, where they are known.
+    """
+
+    title: str
+    lanes: tuple[str, ...]
+    events: tuple[Event, ...]
+    memory: tuple[tuple[tuple[float, int], ...], ...] = ()
+    critical: tuple[str, ...] = ()
+
+    @property
+    def step_ms(self) -> float:
+        """When the last action ends."""
+        return max((event.end_ms for event in self.events), default=0.0)
+
+    @property
+    def actions(self) -> tuple[tuple[Action, Event], ...]:
+        """The events of the schedule's actions, in order of time."""
+        kinds = set(Kind)
+        return tuple((Action.parse(e.name), e) for e in self.events if e.kind in kinds)
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of all devices' time."""
+        busy = sum(event.end_ms - event.start_ms for _, event in self.actions)
+        return max(0.0, 1 - busy / (len(self.lanes) * self.step_ms))
+
+
+def predicted(manifest: Manifest) -> View:
+    """The step that the package was compiled for. Raises InputError if plan.json has none."""
+    estimate = manifest.estimate
+    events = trace.predicted(estimate.timeline)
+    if not events:
+        raise InputError("plan.json has no timeline of the step: compile the package again")
+    return View(
+        "predicted",
+        manifest.devices,
+        tuple(sorted([*events, *_recomputed(manifest, events)], key=_time)),
+        # Of changes at one moment the last: what is let go of comes before what is taken.
+        tuple(tuple(dict(changes).items()) for changes in trace.held(estimate.memory)),
+        estimate.critical,
+    )
+
+
+def measured(manifest: Manifest, path: Path) -> View:
+    """The step in the file that `pipe.trace` wrote. Raises InputError if it is not the package's.
+
+    What was predicted stands in the file beside the step, and must be what the package says.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        found = [event for event in data["traceEvents"] if event["ph"] == "X"]
+        actual, beside = (_events(found, process, len(manifest.devices)) for process in (0, 1))
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            f"{path} is no trace of a step: write one with pipe.trace({path.name!r})"
+        ) from error
+    foreseen = trace.predicted(manifest.estimate.timeline)
+    if sorted(map(_rounded, beside)) != sorted(map(_rounded, foreseen)):
+        raise InputError(
+            f"{path} is a trace of another package than this one of {manifest.model}, or of it "
+            "before it was compiled again: trace a step of this one"
+        )
+    if not actual:
+        raise InputError(f"{path} has only the predicted step: trace one with pipe.trace")
+    return View("measured", manifest.devices, tuple(sorted(actual, key=_time)))
+
+
+def _events(found: list[dict[str, Any]], process: int, n_lanes: int) -> list[Event]:
+    """A row for what a lane computes and one for its copies; any further one repeats some."""
+    return [
+        Event(
+            int(event["tid"]) // 2,
+            str(event["name"]),
+            str(event["cat"]),
+            event["ts"] / 1e3,
+            (event["ts"] + event["dur"]) / 1e3,
+        )
+        for event in found
+        if event["pid"] == process and event["tid"] < 2 * n_lanes
+    ]
+
+
+def _recomputed(manifest: Manifest, events: list[Event]) -> Iterator[Event]:
+    """What backwards take longer than the stage's backward does: its forward, run again first."""
+    taken: dict[tuple[int, int], float] = {}
+    actions = [(Action.parse(event.name), event) for event in events]
+    for action, event in actions:
+        if action.kind is not Kind.FORWARD:
+            place = (action.stage, action.microbatch)
+            taken[place] = taken.get(place, 0.0) + event.end_ms - event.start_ms
+    for action, event in actions:
+        if action.kind.sends_back:
+            stage = manifest.stages[action.stage]
+            again_ms = taken[action.stage, action.microbatch] - stage.backward_ms
+            if again_ms > _ROUNDING_MS:
+                name = f"again {action.stage}F{action.microbatch}"
+                end_ms = event.start_ms + again_ms
+                yield Event(event.lane, name, RECOMPUTE, event.start_ms, end_ms)
+
+
+def _rounded(event: Event) -> tuple[int, str, float, float]:
+    return event.lane, event.name, round(event.start_ms, 3), round(event.end_ms, 3)
+
+
+def _time(event: Event) -> tuple[bool, float, float]:
+    """By time, what is inside of another behind it; copies are by themselves."""
+    return event.kind == COPY, event.start_ms, -event.end_ms
