@@ -1,8 +1,9 @@
 """A step as coloured boxes: what its drawings, on a page and on paper, have in common."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fxpipe.runtime.trace import COPY, LOSS, RECOMPUTE
+from fxpipe.runtime.trace import COPY, LOSS, RECOMPUTE, Event
 from fxpipe.schedule import Kind
 from fxpipe.view import View
 
@@ -48,16 +49,7 @@ class Box:
 
 def boxes(view: View) -> tuple[Box, ...]:
     """Those of the step: actions first, then what is inside of them, then copies."""
-    rooms: dict[str, tuple[float, float]] = {}
-    under: dict[int, str] = {}  # the lane's action
-    for event in view.events:
-        if event.kind in set(Kind):
-            rooms[event.name] = (event.start_ms, event.end_ms)
-            under[event.lane] = event.name
-        elif event.kind != COPY and event.lane in under:
-            start, end = rooms[under[event.lane]]
-            before, behind = (start, event.start_ms), (event.end_ms, end)
-            rooms[under[event.lane]] = max(before, behind, key=lambda part: part[1] - part[0])
+    inside = view.inside
     tints = _tints(view)
     actions = [
         Box(
@@ -68,7 +60,7 @@ def boxes(view: View) -> tuple[Box, ...]:
             event.end_ms,
             _paler(COLORS[event.kind], tints[action.stage]),
             str(action.microbatch),
-            rooms[event.name],
+            _room(event, inside[event.name]),
         )
         for action, event in view.actions
     ]
@@ -91,6 +83,15 @@ def dark(color: str) -> bool:
     """Whether text on it should be white."""
     red, green, blue = _channels(color)
     return 0.299 * red + 0.587 * green + 0.114 * blue < 0.62
+
+
+def _room(event: Event, inside: Iterable[Event]) -> tuple[float, float]:
+    """The longer of the parts before and behind what is inside of it."""
+    room = (event.start_ms, event.end_ms)
+    for inner in inside:
+        parts = (room[0], inner.start_ms), (inner.end_ms, room[1])
+        room = max(parts, key=lambda part: part[1] - part[0])
+    return room
 
 
 def _tints(view: View) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""The loss by which a package and the plain model are compared."""
+"""The loss that a package is trained by where it is compared, with the model or a prediction."""
 
 from typing import Any
 
@@ -14,9 +14,14 @@ def loss_of(target: Target, output: Any, wanted: Any) -> Tensor:
     """The target file's loss; without one, a fixed weighted mean of each output tensor."""
     if target.loss is not None:
         return target.loss(output, wanted)
+    return own_loss(output)
+
+
+def own_loss(output: Any) -> Tensor:
+    """A fixed weighted mean of each output tensor. Raises InputError."""
     tensors = [tensor for tensor in describe(output)[1] if tensor.requires_grad]
     if not tensors:
-        raise InputError(f"{target.name}: no output of the model needs a gradient")
+        raise InputError("no output of the model needs a gradient")
     return torch.stack([_weighted_mean(tensor) for tensor in tensors]).sum()
 
 

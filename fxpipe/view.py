@@ -9,7 +9,7 @@ from typing import Any
 from fxpipe.errors import InputError
 from fxpipe.runtime import trace
 from fxpipe.runtime.manifest import Manifest
-from fxpipe.runtime.trace import COPY, RECOMPUTE, Event
+from fxpipe.runtime.trace import COPY, LOSS, RECOMPUTE, Event
 from fxpipe.schedule import Action, Kind
 
 # The timeline is kept to a thousandth of a ms: two roundings, for each of two actions.
@@ -40,6 +40,19 @@ class View:
         """The events of the schedule's actions, in order of time."""
         kinds = set(Kind)
         return tuple((Action.parse(e.name), e) for e in self.events if e.kind in kinds)
+
+    @property
+    def inside(self) -> dict[str, tuple[Event, ...]]:
+        """What is done inside of each action, by the action's name."""
+        under: dict[int, str] = {}  # the lane's action
+        found: dict[str, tuple[Event, ...]] = {}
+        for event in self.events:
+            if event.kind in set(Kind):
+                under[event.lane] = event.name
+                found[event.name] = ()
+            elif event.kind != COPY and event.lane in under:
+                found[under[event.lane]] += (event,)
+        return found
 
     @property
     def bubble(self) -> float:
@@ -90,6 +103,8 @@ def measured(manifest: Manifest, path: Path) -> View:
 
 def _events(found: list[dict[str, Any]], process: int, n_lanes: int) -> list[Event]:
     """A row for what a lane computes and one for its copies; any further one repeats some."""
+    if not {event["cat"] for event in found} <= {*Kind, RECOMPUTE, LOSS, COPY}:
+        raise ValueError("it has events of other kinds")
     return [
         Event(
             int(event["tid"]) // 2,
@@ -125,6 +140,6 @@ def _rounded(event: Event) -> tuple[int, str, float, float]:
     return event.lane, event.name, round(event.start_ms, 3), round(event.end_ms, 3)
 
 
-def _time(event: Event) -> tuple[bool, float, float]:
-    """By time, what is inside of another behind it; copies are by themselves."""
-    return event.kind == COPY, event.start_ms, -event.end_ms
+def _time(event: Event) -> tuple[bool, float, bool]:
+    """By time, what is inside of an action behind it; copies are by themselves."""
+    return event.kind == COPY, event.start_ms, event.kind in (RECOMPUTE, LOSS)

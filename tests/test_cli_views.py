@@ -1,6 +1,7 @@
 """The commands that show a package's step: what they write, and what they refuse."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,36 @@ def test_perfetto_gets_both_steps():
 )
 def test_timeline_refuses_with_one_message(arguments, expected):
     assert expected in refused("timeline", *arguments)
+
+
+@pytest.mark.parametrize("target", [(), ("net.py",)])
+def test_bench_compares_a_steps_figures(target):
+    result = run("bench", "out", *target, "--steps", 1, "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert (facts["steps"], facts["notes"]) == (1, [])
+    figures = {(f["of"], f["name"]): f for f in facts["figures"]}
+    assert figures["device 1", "peak memory"]["measured"] > 0
+    assert "measured" in run("bench", "out", "--steps", 1).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((".",), "is no package of fxpipe"),
+        (("out", "none.py"), "there is no file none.py"),
+        (("out", "--devices", "cpu*3"), "compiled for 2 devices, 3 were given"),
+    ],
+)
+def test_bench_refuses_with_one_message(arguments, expected):
+    assert expected in refused("bench", *arguments)
+
+
+def test_a_bench_of_a_part_takes_no_target(tmp_path):
+    shutil.copytree("out", tmp_path / "out")
+    plan = json.loads((tmp_path / "out/plan.json").read_text())
+    between = {"tensor": 0}
+    part = {"modules": ["a"], "argument": "x", "between": between, "share": 1, "broken_by": ""}
+    (tmp_path / "out/plan.json").write_text(json.dumps({**plan, "part": part}))
+    assert "leave TARGET out" in refused("bench", tmp_path / "out", "net.py")
+    assert run("bench", tmp_path / "out", "--steps", 1).exit_code == 0

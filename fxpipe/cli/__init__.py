@@ -8,7 +8,7 @@ import typer
 
 from fxpipe.cli.check import inspect_command, verify_command
 from fxpipe.cli.compile import compile_command
-from fxpipe.cli.views import timeline_command
+from fxpipe.cli.views import bench_command, timeline_command
 
 app = typer.Typer(
     add_completion=False,
@@ -21,6 +21,7 @@ app.command("compile")(compile_command)
 app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)
 app.command("timeline")(timeline_command)
+app.command("bench")(bench_command)
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""`fxpipe timeline`: what a package's step looks like, as predicted and as it ran."""
+"""`fxpipe timeline` and `fxpipe bench`: a package's step as predicted, and as it ran."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fxpipe.cli.answer import Out, answering, say
+from fxpipe.cli.answer import Json, Out, answering, say
 from fxpipe.errors import InputError
 
 TraceFile = Annotated[
@@ -40,3 +40,32 @@ def timeline_command(
         else:
             draw(views, picture)
         say(f"wrote {picture}")
+
+
+def bench_command(
+    out: Out,
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TARGET",
+            help="Whose inputs, weights and loss to run. [default: random inputs, a mean as loss]",
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 10,
+    devices: Annotated[
+        str | None, typer.Option(help="Where to run. [default: as compiled]")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run training steps of a package, and compare them with what was predicted."""
+    with answering(as_json) as answer:
+        from fxpipe import target as targets
+        from fxpipe.bench import bench
+        from fxpipe.comparison import comparison_json, comparison_table
+
+        loaded = None if target is None else targets.load(target)
+        found = bench(out, loaded, steps=steps, devices=devices)
+        facts = {"steps": found.steps, "figures": comparison_json(found.figures)}
+        answer({**facts, "notes": list(found.notes)}, comparison_table(found.figures))
+        for note in found.notes:
+            say(note)
