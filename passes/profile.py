@@ -6,8 +6,6 @@ caches, allocation, gradients added up) belongs to no op, but to the step that i
 
 import copy
 import dataclasses
-import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,8 +24,7 @@ from fxpipe.runtime.stream import (
     threads_per_lane,
     use_streams,
 )
-
-_REPEATS = 5
+from fxpipe.whole import whole_ms
 
 
 def profile(
@@ -56,7 +53,7 @@ def profile(
             model.train()
             costs = _measure(capture, given, device)
             if device.type == "cpu":  # elsewhere the whole model may not fit
-                costs = _scaled(costs, *_whole_ms(capture, model, given))
+                costs = _scaled(costs, *whole_ms(capture, given, devices))
     finally:
         torch.set_num_threads(threads)
     return Profile(
@@ -77,28 +74,6 @@ def _measure(capture: Capture, given: Sequence[Tensor], device: torch.device) ->
     state, modules = _Moved(attributes, device), _Moved(capture.modules, device)
     run_graph(capture.graph, modules, state, [tensor.clone() for tensor in given], meter)
     return meter.costs
-
-
-def _whole_ms(capture: Capture, model: nn.Module, given: Sequence[Tensor]) -> tuple[float, float]:
-    """Milliseconds of the whole graph forward, and backward with gradients added to `.grad`."""
-    attributes = {**capture.state, TRAINING: True, DTYPE: capture.dtype}
-    before = [(parameter, parameter.grad) for parameter in model.parameters()]
-    forward_ms, backward_ms = [], []
-    try:
-        for _ in range(_REPEATS):
-            start = time.perf_counter()
-            outputs = run_graph(
-                capture.graph, capture.modules, attributes, [tensor.clone() for tensor in given]
-            )
-            between = time.perf_counter()
-            made = [o for o in outputs if o is not None and o.requires_grad]
-            torch.autograd.backward(made, [torch.ones_like(output) for output in made])
-            forward_ms.append(1e3 * (between - start))
-            backward_ms.append(1e3 * (time.perf_counter() - between))
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
-    return statistics.median(forward_ms[1:]), statistics.median(backward_ms[1:])
 
 
 def _scaled(

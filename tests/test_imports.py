@@ -33,6 +33,7 @@ HELPERS = (
     "fxpipe.specs",
     "fxpipe.stock",
     "fxpipe.topology",
+    "fxpipe.whole",
 )
 RULES = {
     "fxpipe.errors": (),

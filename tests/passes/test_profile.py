@@ -7,7 +7,7 @@ import torch
 from fxpipe.capture import capture
 from fxpipe.errors import InputError
 from fxpipe.ir import OpCost
-from fxpipe.passes.profile import _scaled, _whole_ms, profile
+from fxpipe.passes.profile import _scaled, profile
 from fxpipe.runtime.stream import parse_devices
 
 
@@ -66,16 +66,10 @@ def test_the_part_of_a_backward_that_is_for_weights():
 
 
 def test_ops_add_up_to_the_whole():
-    model, x = models.Norms(), torch.randn(8, 3, 32, 32)
-    captured = capture(model, (x,), {})
-    costs = {name: OpCost(2.0, 3.0) for name in captured.ops}
-    scaled = _scaled(costs, forward_ms=70.0, backward_ms=7.0)
-    assert sum(cost.forward_ms for cost in scaled.values()) == pytest.approx(70)
-    assert sum(cost.backward_ms for cost in scaled.values()) == pytest.approx(7)
-    forward_ms, backward_ms = _whole_ms(captured, model, [x])
-    assert forward_ms > 0
-    assert backward_ms > 0
-    assert all(parameter.grad is None for parameter in model.parameters())
+    costs = {name: OpCost(2.0, 3.0) for name in "abc"}
+    scaled = _scaled(costs, forward_ms=60.0, backward_ms=6.0)
+    assert sum(cost.forward_ms for cost in scaled.values()) == pytest.approx(60)
+    assert sum(cost.backward_ms for cost in scaled.values()) == pytest.approx(6)
 
 
 def test_saved_bytes_count_each_storage_once():
