@@ -95,8 +95,8 @@ def compile(
             n_microbatches=microbatches,
             schedule=schedule,
             checkpoint=CheckpointMode(checkpoint),
-            link=profile.network.link,
-            capacity_bytes=profile.capacity_bytes,
+            network=profile.network,
+            capacity_bytes=(profile.capacity_bytes,) * len(lanes),
             solver=solver,
         )
     with line("portals"):

@@ -7,7 +7,7 @@ so that a plan's estimate is always the simulator's word.
 from dataclasses import dataclass
 
 from fxpipe.errors import PlanError
-from fxpipe.ir import Chain, CheckpointMode, Estimate, Link, Plan
+from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, Plan
 from fxpipe.passes import checkpoints, order
 from fxpipe.passes.partition_costs import Cuts, evaluate
 from fxpipe.schedule import Schedule
@@ -27,10 +27,20 @@ class Problem:
     n_stages: int
     schedule: Schedule
     checkpoint: tuple[CheckpointMode, ...]
-    link: Link
-    capacity_bytes: int
+    network: Network
+    capacity_bytes: tuple[int, ...]
     edges: tuple[int, ...]
     loops: int = 1
+    training_factor: float = 1.0
+
+    @property
+    def n_devices(self) -> int:
+        """Rows of the table."""
+        return len(self.schedule.rows)
+
+    def capacity_of(self, stage: int) -> int:
+        """What the device of `stage` holds."""
+        return self.capacity_bytes[self.schedule.stage_to_device[stage]]
 
     @property
     def recompute(self) -> tuple[tuple[bool, ...], ...]:
@@ -58,7 +68,12 @@ class Scorer:
         if cuts not in self.estimates:
             p = self.problem
             self.estimates[cuts] = evaluate(
-                p.chain, cuts, schedule=p.schedule, checkpoint=p.checkpoint, link=p.link
+                p.chain,
+                cuts,
+                schedule=p.schedule,
+                checkpoint=p.checkpoint,
+                network=p.network,
+                training_factor=p.training_factor,
             )
         return self.estimates[cuts]
 
@@ -66,7 +81,8 @@ class Scorer:
         """What to sort cuts by, best first."""
         estimate = self.estimate(cuts)
         capacity = self.problem.capacity_bytes
-        over = sum(max(0, peak - capacity) for peak in estimate.peak_bytes)
+        peaks = zip(estimate.peak_bytes, capacity, strict=True)
+        over = sum(max(0, peak - capacity) for peak, capacity in peaks)
         # The cuts themselves break ties, so that no result hangs on the order of the search.
         return over, estimate.step_ms, cuts
 
@@ -78,19 +94,21 @@ def partition(
     n_microbatches: int,
     schedule: str | Schedule,
     checkpoint: CheckpointMode,
-    link: Link,
-    capacity_bytes: int,
+    network: Network,
+    capacity_bytes: tuple[int, ...],
     solver: str,
     loops: int = 1,
+    training_factor: float = 1.0,
     seed: int = 0,
     time_limit_s: float = 10.0,
 ) -> Plan:
     """Cut `chain` into `n_stages` so that the simulated step is short and fits each device.
 
     Each device holds `loops` of the stages, as `schedule` deals them out: the name of one, or a
-    table that can run. `solver` is one of `SOLVERS`; `seed` and `time_limit_s` are for those that
-    use chance or time. Raises PlanError where no such cut exists, ScheduleError for an unknown
-    schedule.
+    table that can run. It has room for its `capacity_bytes`: `training_factor` bytes of gradients
+    and optimizer states for each byte of parameters, and what the simulator counts besides.
+    `solver` is one of `SOLVERS`; `seed` and `time_limit_s` are for those that use chance or time.
+    Raises PlanError where no such cut exists, ScheduleError for an unknown schedule.
     """
     from fxpipe.passes.partition_tidy import tidy  # it imports this module, as the solvers do
 
@@ -103,16 +121,17 @@ def partition(
         if isinstance(schedule, Schedule)
         else order.build(schedule, n_stages // loops, n_microbatches, loops),
         checkpoint=checkpoints.place(checkpoint, n_stages),
-        link=link,
+        network=network,
         capacity_bytes=capacity_bytes,
         edges=edges,
         loops=loops,
+        training_factor=training_factor,
     )
     score = Scorer(problem)
     solution = _solve(solver, score, seed, time_limit_s)
     cuts = tidy(score, solution.cuts)
     estimate = score.estimate(cuts)
-    if max(estimate.peak_bytes) > capacity_bytes:
+    if score(cuts)[0] > 0:
         raise PlanError(_does_not_fit(problem, estimate, checkpoint))
     return Plan(
         cuts=cuts,
@@ -165,21 +184,24 @@ def _check_counts(n_stages: int, n_microbatches: int, n_atoms: int, solver: str)
 
 
 def _does_not_fit(problem: Problem, estimate: Estimate, checkpoint: CheckpointMode) -> str:
-    peak = max(estimate.peak_bytes)
-    device = estimate.peak_bytes.index(peak)
+    peaks = zip(estimate.peak_bytes, problem.capacity_bytes, strict=True)
+    over = [peak - capacity for peak, capacity in peaks]
+    device = over.index(max(over))
+    peak, capacity = estimate.peak_bytes[device], problem.capacity_bytes[device]
     places = problem.schedule.stage_to_device
     stages = [
         stage for stage, place in zip(estimate.stages, places, strict=True) if place == device
     ]
+    static = sum(stage.parameter_bytes for stage in stages) * (1 + problem.training_factor)
     help_by = ["smaller micro-batches (more of them)"]
     if problem.n_stages < len(problem.edges) - 1:
-        help_by.insert(0, f"more than {len(problem.schedule.rows)} devices")
+        help_by.insert(0, f"more than {problem.n_devices} devices")
     if checkpoint is not CheckpointMode.ALWAYS:
         help_by.append("`--checkpoint always`")
     return (
         f"no partition fits: in the best one found, device {device} needs {_size(peak)} and has "
-        f"{_size(problem.capacity_bytes)} (parameters and gradients "
-        f"{_size(2 * sum(stage.parameter_bytes for stage in stages))}, saved for one micro-batch "
+        f"{_size(capacity)} (parameters and what training keeps of them "
+        f"{_size(round(static))}, saved for one micro-batch "
         f"{_size(sum(stage.saved_bytes for stage in stages))}). What would help: "
         f"{', or '.join(help_by)}"
     )

@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
+from math import ceil
 
-from fxpipe.ir import Chain, CheckpointMode, Estimate, Link, StageEstimate
+from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, StageEstimate
 from fxpipe.passes import checkpoints
 from fxpipe.passes.simulate import Message, StageCost, simulate
 from fxpipe.schedule import Kind, Schedule
@@ -17,12 +19,13 @@ def evaluate(
     *,
     schedule: Schedule,
     checkpoint: tuple[CheckpointMode, ...],
-    link: Link,
+    network: Network,
+    training_factor: float = 1.0,
 ) -> Estimate:
     """What the simulator predicts of `chain` cut at `cuts` under `schedule`."""
-    stages, messages = stage_costs(chain, cuts)
+    stages, messages = stage_costs(chain, cuts, training_factor)
     recompute = checkpoints.recompute_table(checkpoint, schedule.n_microbatches)
-    simulation = simulate(schedule, stages, messages, link, recompute)
+    simulation = simulate(schedule, stages, messages, network, recompute)
     received = Counter[int]()
     for message in messages:
         received[message.target] += message.bytes
@@ -31,22 +34,35 @@ def evaluate(
         bubble=simulation.bubble,
         peak_bytes=simulation.peak_bytes,
         spans=simulation.spans,
+        memory=simulation.memory,
+        critical=simulation.critical,
         stages=tuple(
             StageEstimate(
                 forward_ms=stage.forward_ms,
                 backward_ms=stage.backward_ms,
-                parameter_bytes=stage.parameter_bytes,
+                parameter_bytes=parameter_bytes(chain, begin, end),
                 saved_bytes=stage.saved_bytes,
                 received_bytes=stage.input_bytes + received[j],
             )
-            for j, stage in enumerate(stages)
+            for j, (stage, (begin, end)) in enumerate(
+                zip(stages, pairwise((0, *cuts, len(chain.blocks))), strict=True)
+            )
         ),
     )
 
 
-def stage_costs(chain: Chain, cuts: Cuts) -> tuple[tuple[StageCost, ...], tuple[Message, ...]]:
+def parameter_bytes(chain: Chain, begin: int, end: int) -> int:
+    """Bytes of the parameters of the blocks [begin, end), each once."""
+    blocks = chain.blocks[begin:end]
+    return sum(dict(one for block in blocks for one in block.parameters).values())
+
+
+def stage_costs(
+    chain: Chain, cuts: Cuts, training_factor: float = 1.0
+) -> tuple[tuple[StageCost, ...], tuple[Message, ...]]:
     """What each stage costs on one micro-batch, and what the stages send each other.
 
+    Training keeps `training_factor` bytes of gradients and optimizer states by byte of parameters.
     Storages of the same name count once a stage. A value goes straight from its producer's stage
     to each stage that reads it; a received value that a backward saves is counted as received.
     """
@@ -56,7 +72,7 @@ def stage_costs(chain: Chain, cuts: Cuts) -> tuple[tuple[StageCost, ...], tuple[
     received: list[set[str]] = [set() for _ in range(n_stages)]
     sends_back = [False] * n_stages
     input_bytes = [0] * n_stages
-    sent: dict[tuple[int, int], tuple[int, int]] = {}
+    sent: dict[tuple[int, int], tuple[int, int | None]] = {}
     for value in chain.values:
         source = stage_of[value.producer] if value.producer >= 0 else -1
         # A consumer past the last block is the caller, who takes the model's output.
@@ -67,13 +83,20 @@ def stage_costs(chain: Chain, cuts: Cuts) -> tuple[tuple[StageCost, ...], tuple[
                 input_bytes[target] += value.bytes
                 continue
             sends_back[target] = sends_back[target] or value.gradient
-            n_bytes, gradient_bytes = sent.get((source, target), (0, 0))
-            sent[source, target] = (
-                n_bytes + value.bytes,
-                gradient_bytes + (value.bytes if value.gradient else 0),
-            )
+            n_bytes, gradient_bytes = sent.get((source, target), (0, None))
+            if value.gradient:
+                gradient_bytes = (gradient_bytes or 0) + value.bytes
+            sent[source, target] = (n_bytes + value.bytes, gradient_bytes)
     stages = tuple(
-        _stage_cost(chain, bounds[j], bounds[j + 1], received[j], input_bytes[j], sends_back[j])
+        _stage_cost(
+            chain,
+            bounds[j],
+            bounds[j + 1],
+            received[j],
+            input_bytes[j],
+            sends_back[j],
+            training_factor,
+        )
         for j in range(n_stages)
     )
     messages = tuple(Message(*pair, *sizes) for pair, sizes in sorted(sent.items()))
@@ -81,17 +104,24 @@ def stage_costs(chain: Chain, cuts: Cuts) -> tuple[tuple[StageCost, ...], tuple[
 
 
 def _stage_cost(
-    chain: Chain, begin: int, end: int, received: set[str], input_bytes: int, sends_back: bool
+    chain: Chain,
+    begin: int,
+    end: int,
+    received: set[str],
+    input_bytes: int,
+    sends_back: bool,
+    training_factor: float,
 ) -> StageCost:
     blocks = chain.blocks[begin:end]
     backward_ms = sum(block.backward_ms for block in blocks)
     weight_gradient_ms = sum(block.weight_gradient_ms for block in blocks)
+    buffers = dict(one for block in blocks for one in block.buffers)
     saved = {name: size for block in blocks for name, size in block.saved if name not in received}
     return StageCost(
         forward_ms=sum(block.forward_ms for block in blocks),
         backward_ms=backward_ms,
-        parameter_bytes=sum(dict(one for block in blocks for one in block.parameters).values()),
-        buffer_bytes=sum(dict(one for block in blocks for one in block.buffers).values()),
+        static_bytes=ceil((1 + training_factor) * parameter_bytes(chain, begin, end))
+        + sum(buffers.values()),
         saved_bytes=sum(saved.values()),
         input_bytes=input_bytes,
         workspace_bytes=max(block.workspace_bytes for block in blocks),

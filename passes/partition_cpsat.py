@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
+from fxpipe.ir import Link
 from fxpipe.passes import partition_dp
 from fxpipe.passes.partition import Problem, Scorer, Solution
 from fxpipe.passes.partition_costs import Cuts, held_sets
@@ -155,7 +156,6 @@ def _build(
         model.add(result == value)
         return result
 
-    capacity = problem.capacity_bytes // _BYTES_PER_UNIT
     for j, pairs in enumerate(held_sets(problem.schedule, problem.recompute)):
         for saved, in_flight in pairs:
             model.add(
@@ -163,7 +163,7 @@ def _build(
                 + saved * of_stage(atoms.saved, j)
                 + in_flight * at_start(atoms.received, j)
                 + (in_flight - saved) * at_start(atoms.received_saved, j)
-                <= capacity
+                <= problem.capacity_of(j) // _BYTES_PER_UNIT
             )
     times = _Times(
         forward=[variable(of_stage(atoms.forward, j), f"forward_{j}") for j in range(n)],
@@ -262,7 +262,7 @@ def _atoms(problem: Problem, unit_ms: float) -> _Atoms:
         atoms.input[a] += int((block.backward_ms - block.weight_gradient_ms) / unit_ms)
         atoms.weight[a] += int(block.weight_gradient_ms / unit_ms)
         for kind, factor, held in (
-            ("parameters", 2, atoms.static),
+            ("parameters", 1 + problem.training_factor, atoms.static),
             ("buffers", 1, atoms.static),
             ("saved", 1, atoms.saved),
         ):
@@ -270,7 +270,7 @@ def _atoms(problem: Problem, unit_ms: float) -> _Atoms:
                 if (kind, name) not in seen:
                     # A stage that receives what it saves holds the value, not its whole storage.
                     size = min(size, value_bytes.get(name, size)) if kind == "saved" else size
-                    held[a] += factor * size // _BYTES_PER_UNIT
+                    held[a] += int(factor * size / _BYTES_PER_UNIT)
                     seen.add((kind, name))
     sent, back = ([0] * (len(edges) - 1) for _ in range(2))
     for value in chain.values:
@@ -281,8 +281,10 @@ def _atoms(problem: Problem, unit_ms: float) -> _Atoms:
             is_saved = ("saved", value.name) in seen
             held = atoms.received_saved if is_saved else atoms.received
             held[after] += value.bytes // _BYTES_PER_UNIT
+    links = (problem.network.link, *problem.network.pairs.values())
+    fastest = Link(min(x.latency_ms for x in links), max(x.bytes_per_ms for x in links))
     for sizes, delays in ((sent, atoms.send), (back, atoms.back)):
-        delays[:] = (int(problem.link.transfer_ms(b) / unit_ms) if b else 0 for b in sizes)
+        delays[:] = (int(fastest.transfer_ms(b) / unit_ms) if b else 0 for b in sizes)
     return atoms
 
 

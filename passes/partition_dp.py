@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from fxpipe.passes.partition import Problem, Scorer, Solution
-from fxpipe.passes.partition_costs import Cuts, held_sets
+from fxpipe.passes.partition_costs import Cuts, held_sets, parameter_bytes
 from fxpipe.schedule import Kind
 
 # Limits tried: this many at most, each longer than the one before by this factor.
@@ -50,16 +50,16 @@ class _Line:
 def solve(score: Scorer) -> Solution:
     """The best cuts found; they exceed the capacity only if nothing found fits."""
     problem = score.problem
-    capacity = problem.capacity_bytes
     # Stages of one device share it, evenly or not.
     candidates = {
         cuts: None
         for share in sorted({1, problem.loops})
-        for cuts in _candidates(problem, capacity // share)
+        for cuts in _candidates(problem, [of // share for of in problem.capacity_bytes])
     }
+    capacity, least = [*problem.capacity_bytes], _fair_share(problem)
     while not candidates:
         # Nothing fits by this estimate: the least that would is the best start for the simulator.
-        capacity = max(capacity + capacity // 8 + 1, _fair_share(problem))
+        capacity = [max(of + of // 8 + 1, least) for of in capacity]
         candidates = dict.fromkeys(_candidates(problem, capacity))
     starts = sorted(candidates, key=score)[:_STARTS]
     last = len(score.estimates) + _BUDGET
@@ -67,17 +67,17 @@ def solve(score: Scorer) -> Solution:
 
 
 def _fair_share(problem: Problem) -> int:
-    """What a device must hold at least: its part of parameters and gradients."""
-    parameters = dict(one for block in problem.chain.blocks for one in block.parameters)
-    return 2 * sum(parameters.values()) // problem.n_stages
+    """What a stage must hold at least: its part of parameters and what training keeps of them."""
+    parameters = parameter_bytes(problem.chain, 0, len(problem.chain.blocks))
+    return int((1 + problem.training_factor) * parameters) // problem.n_stages
 
 
-def _candidates(problem: Problem, capacity_bytes: int) -> list[Cuts]:
+def _candidates(problem: Problem, capacity_bytes: list[int]) -> list[Cuts]:
     """Promising cuts, best rank first; none if no cuts are likely to fit."""
     received, crossing_ms = _crossings(problem)
     first_start = [
-        _first_starts(problem, received, pairs, capacity_bytes)
-        for pairs in held_sets(problem.schedule, problem.recompute)
+        _first_starts(problem, received, pairs, capacity_bytes[problem.schedule.stage_to_device[j]])
+        for j, pairs in enumerate(held_sets(problem.schedule, problem.recompute))
     ]
     m = problem.schedule.n_microbatches
     found: dict[Cuts, None] = {}
@@ -130,7 +130,7 @@ def _crossings(problem: Problem) -> tuple[list[int], tuple[float, ...]]:
             forward[e] += value.bytes
             backward[e] += value.bytes if value.gradient else 0
     trips = tuple(
-        sum(problem.link.transfer_ms(size) for size in sizes if size)
+        sum(problem.network.link.transfer_ms(size) for size in sizes if size)
         for sizes in zip(forward, backward, strict=True)
     )
     return forward, trips
@@ -226,7 +226,7 @@ def _first_starts(
         move(end - 1, 1)
         while start < end:
             workspace = max(block.workspace_bytes for block in blocks[edges[start] : edges[end]])
-            need = 2 * held["parameters"] + held["buffers"] + workspace
+            need = (1 + problem.training_factor) * held["parameters"] + held["buffers"] + workspace
             need += max(
                 saved * held["saved"] + (in_flight + 1) * received[start]
                 for saved, in_flight in pairs

@@ -8,216 +8,240 @@ Rules, all of them:
   it, nearest first; when B or I ends, the gradients go straight back the same way. A message holds
   its ordered pair of devices for latency + bytes / bandwidth; a pair carries one message at a time,
   in the sender's order. Stages on one device hand over for nothing.
-- A device always holds its parameters, as many bytes of gradients, and its buffers. A stage holds,
-  for each micro-batch, its saved bytes from the start of F to the end of B or W, what it receives
-  from the start of the transfer to that end, the model's inputs from the start of F to that end,
-  and its workspace while an action runs. If it recomputes the micro-batch, its saved bytes count
-  from the start of B or I only, which takes the forward's time on top.
+- A device always holds the static bytes of its stages: parameters, gradients, the optimizer's
+  states, buffers. A stage holds, for each micro-batch, its saved bytes from the start of F to the
+  end of B or W, what it receives from the start of the transfer to that end, the model's inputs
+  from the start of F to that end, and its workspace while an action runs. If it recomputes the
+  micro-batch, its saved bytes count from the start of B or I only, which takes the forward's time
+  on top; of a stage with segments, what these compute again.
 - An output that waits in its producer is not counted on its own: it is the receiver's from the
   start of the transfer, and part of the producer's saved bytes if the backward there needs it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-from fxpipe.ir import Link
+import numpy as np
+from numpy.typing import NDArray
+
+from fxpipe.ir import Network
+from fxpipe.passes import simulate_kernel as kernel
 from fxpipe.schedule import Action, Kind, Schedule
 from fxpipe.schedule_check import check
+
+_Ints = NDArray[np.int64]
+_Floats = NDArray[np.float64]
+
+KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
     """One stage on one micro-batch. `input_bytes` are those of the model's inputs it reads.
 
-    `weight_gradient_ms` is what of `backward_ms` is for weights alone.
+    `weight_gradient_ms` is what of `backward_ms` is for weights alone. The stage's segments, if it
+    has any, compute `again_bytes` of what they save again, in `again_ms`, in every backward.
     """
 
     forward_ms: float
     backward_ms: float
-    parameter_bytes: int = 0
-    buffer_bytes: int = 0
+    static_bytes: int = 0
     saved_bytes: int = 0
     input_bytes: int = 0
     workspace_bytes: int = 0
     weight_gradient_ms: float = 0.0
+    again_ms: float = 0.0
+    again_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What stage `source` sends to stage `target` after F, and what gradients come back."""
+    """What stage `source` sends to stage `target` after F, and what gradients come back, if any."""
 
     source: int
     target: int
     bytes: int
-    gradient_bytes: int
+    gradient_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Simulation:
-    """One step. `spans` has the shape of the table's rows: (start, end) in ms of each action.
+class Numbers:
+    """Stages, messages, links and recomputation as `simulate_kernel.run` takes them."""
 
-    `bubble` is the idle share of all devices' time from the step's start to its end.
+    device_of: _Ints
+    lasts: _Floats
+    keeps: _Ints
+    comes_back: _Ints
+    workspace: _Ints
+    recompute: NDArray[np.bool_]
+    outbox_ends: _Ints
+    receivers: _Ints
+    sizes: _Ints
+    transfers: _Floats
+    at_rest: _Ints
+
+    def __iter__(self) -> Any:
+        return (getattr(self, name) for name in self.__slots__)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One step. `bubble` is the idle share of all devices' time from the step's start to its end.
+
+    `peak_at_ms` is when each device is at its peak for the first time. `starts` and `ends` are of
+    the table's actions, row by row; `waited_for` is the action that each came right after: the one
+    before it on its device, or one that it waited for; -1 for none.
     """
 
+    schedule: Schedule
     step_ms: float
     bubble: float
     peak_bytes: tuple[int, ...]
-    spans: tuple[tuple[tuple[float, float], ...], ...]
+    peak_at_ms: tuple[float, ...]
+    starts: _Floats
+    ends: _Floats
+    waited_for: _Ints
+    memory: tuple[tuple[tuple[float, int], ...], ...]
+
+    @cached_property
+    def spans(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """In the shape of the table's rows: (start, end) in ms of each action."""
+        both = iter(zip(self.starts.tolist(), self.ends.tolist(), strict=True))
+        return tuple(tuple(next(both) for _ in row) for row in self.schedule.rows)
+
+    @cached_property
+    def critical(self) -> tuple[Action, ...]:
+        """The actions that the step's length hangs on, in order of time.
+
+        Each began when the one before it had ended, or when what that one sent had arrived.
+        """
+        actions = [action for row in self.schedule.rows for action in row]
+        path = []
+        k = int(np.argmax(self.ends)) if actions else -1
+        while k >= 0:
+            path.append(actions[k])
+            k = int(self.waited_for[k])
+        return tuple(reversed(path))
 
 
 def simulate(
     schedule: Schedule,
     stages: Sequence[StageCost],
     messages: Sequence[Message],
-    link: Link,
+    network: Network,
     recompute: Sequence[Sequence[bool]],
+    *,
+    record: bool = True,
 ) -> Simulation:
     """Run one step of `schedule` on paper.
 
     `messages` has at most one entry for each pair of stages; `recompute[j][i]` says whether stage
-    j recomputes micro-batch i. Raises ScheduleError where the table can't run.
+    j recomputes micro-batch i. Without `record`, memory over time is left out. Raises ScheduleError
+    where the table can't run.
     """
-    return _Step(schedule, stages, messages, link, recompute).run()
+    n, m = len(stages), schedule.n_microbatches
+    device_of = [0] * n
+    for device, row in enumerate(schedule.rows):
+        for action in row:
+            device_of[action.stage] = device
+    given = numbers(stages, messages, network, device_of, recompute, len(schedule.rows))
+    flat = [action for row in schedule.rows for action in row]
+    count = len(flat)
+    ran = kernel.run(
+        np.cumsum([len(row) for row in schedule.rows]),
+        np.fromiter((_NUMBERS[action.kind] for action in flat), np.int8, count),
+        np.fromiter((action.stage for action in flat), np.int32, count),
+        np.fromiter((action.microbatch for action in flat), np.int32, count),
+        np.empty((0, 0, 0)),
+        np.empty(0, np.bool_),
+        np.empty(0, np.int64),
+        0.0,
+        *given,
+        record,
+    )
+    if len(ran[0]) < count:
+        check(schedule, tuple(device_of), m)
+    return _simulation(schedule, ran, record)
 
 
-class _Step:
-    """A step under way: clocks of devices and links, what each action still waits for."""
+def _simulation(schedule: Schedule, ran: Sequence[NDArray[Any]], record: bool) -> Simulation:
+    devices, _, _, _, starts, ends, waited_for, peak, peak_at, log_device, log_ms, log_bytes = ran
+    # A device starts its actions in its row's order.
+    by_row = np.argsort(devices, kind="stable")
+    place = np.empty(len(by_row) + 1, np.int64)
+    place[by_row] = np.arange(len(by_row))
+    place[-1] = -1
+    step_ms = float(ends.max(initial=0.0))
+    busy_ms = float((ends - starts).sum())
+    n_devices = len(schedule.rows)
+    return Simulation(
+        schedule=schedule,
+        step_ms=step_ms,
+        bubble=max(0.0, 1 - busy_ms / (n_devices * step_ms)) if step_ms else 0.0,
+        peak_bytes=tuple(peak.tolist()),
+        peak_at_ms=tuple(peak_at.tolist()),
+        starts=starts[by_row],
+        ends=ends[by_row],
+        waited_for=place[waited_for[by_row]],
+        memory=tuple(
+            tuple(zip(log_ms[of].tolist(), log_bytes[of].tolist(), strict=True))
+            for of in (log_device == device for device in range(n_devices if record else 0))
+        ),
+    )
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        stages: Sequence[StageCost],
-        messages: Sequence[Message],
-        link: Link,
-        recompute: Sequence[Sequence[bool]],
-    ) -> None:
-        n, m = len(stages), schedule.n_microbatches
-        self.schedule = schedule
-        self.stages = stages
-        self.recompute = recompute
-        self.device = [0] * n
-        for device, row in enumerate(schedule.rows):
-            for action in row:
-                self.device[action.stage] = device
-        # For each kind, stage and micro-batch: how many actions it waits for, and until when.
-        self.waits_forward = [[int(j > 0)] * m for j in range(n)]
-        self.waits_backward = [[1 + int(j < n - 1)] * m for j in range(n)]
-        self.ready_forward = [[0.0] * m for _ in range(n)]
-        self.ready_backward = [[0.0] * m for _ in range(n)]
-        self.halved: set[tuple[int, int]] = set()  # I has run
-        # What each stage sends after F and after B, nearest first: (stage, bytes, ms).
-        self.sends: list[list[tuple[int, int, float]]] = [[] for _ in stages]
-        self.returns: list[list[tuple[int, int, float]]] = [[] for _ in stages]
-        # What the end of B or W lets go of, besides workspace.
-        self.held = [stage.saved_bytes + stage.input_bytes for stage in stages]
-        for message in sorted(messages, key=lambda one: one.target - one.source):
-            source, target = message.source, message.target
-            if self.device[source] == self.device[target]:
-                continue
-            self.sends[source].append((target, message.bytes, link.transfer_ms(message.bytes)))
-            self.held[target] += message.bytes
-            if message.gradient_bytes:
-                ms = link.transfer_ms(message.gradient_bytes)
-                self.returns[target].append((source, message.gradient_bytes, ms))
-                self.held[source] += message.gradient_bytes
-        self.link_free: dict[tuple[int, int], float] = {}
-        self.events: list[list[tuple[float, int]]] = [[] for _ in schedule.rows]
-        self.spans: list[list[tuple[float, float]]] = [[] for _ in schedule.rows]
 
-    def run(self) -> Simulation:
-        rows = self.schedule.rows
-        moved = True
-        while moved:
-            moved = False
-            for device, row in enumerate(rows):
-                spans = self.spans[device]
-                clock = spans[-1][1] if spans else 0.0
-                while len(spans) < len(row) and self._ready(row[len(spans)]):
-                    clock = self._run_action(row[len(spans)], device, clock)
-                    moved = True
-        if any(len(spans) < len(row) for spans, row in zip(self.spans, rows, strict=True)):
-            check(self.schedule, tuple(self.device), self.schedule.n_microbatches)
-        step_ms = max((spans[-1][1] for spans in self.spans if spans), default=0.0)
-        busy_ms = sum(end - start for spans in self.spans for start, end in spans)
-        return Simulation(
-            step_ms=step_ms,
-            bubble=max(0.0, 1 - busy_ms / (len(rows) * step_ms)) if step_ms else 0.0,
-            peak_bytes=tuple(self._peak_bytes(device) for device in range(len(rows))),
-            spans=tuple(tuple(spans) for spans in self.spans),
-        )
+def numbers(
+    stages: Sequence[StageCost],
+    messages: Sequence[Message],
+    network: Network,
+    device_of: Sequence[int],
+    recompute: Sequence[Sequence[bool]],
+    n_devices: int,
+) -> Numbers:
+    """What the kernel takes, of stage j on device `device_of[j]`."""
+    n = len(stages)
+    # Outbox 2 j is stage j's after F, 2 j + 1 its outbox after the backward, nearest first.
+    outboxes: list[list[tuple[int, int, float]]] = [[] for _ in range(2 * n)]
+    for message in sorted(messages, key=lambda one: one.target - one.source):
+        ends = message.source, message.target
+        source, target = (device_of[j] for j in ends)
+        if source == target:
+            continue
+        there, back = network.between(source, target), network.between(target, source)
+        outboxes[2 * ends[0]].append((ends[1], message.bytes, there.transfer_ms(message.bytes)))
+        size = message.gradient_bytes
+        if size is not None:
+            outboxes[2 * ends[1] + 1].append((ends[0], size, back.transfer_ms(size)))
+    slots = [slot for outbox in outboxes for slot in outbox]
+    at_rest = np.zeros(n_devices, np.int64)
+    for cost, device in zip(stages, device_of, strict=True):
+        at_rest[device] += cost.static_bytes
+    times = [_times(cost) for cost in stages]
+    return Numbers(
+        device_of=np.array(device_of, np.int64),
+        lasts=np.array(times, np.float64).reshape(n, 4, 2).transpose(1, 0, 2).copy(),
+        keeps=np.array([(c.saved_bytes + c.input_bytes, c.input_bytes) for c in stages], np.int64),
+        comes_back=np.array([(c.again_bytes, c.saved_bytes) for c in stages], np.int64),
+        workspace=np.array([cost.workspace_bytes for cost in stages], np.int64),
+        recompute=np.array(recompute, np.bool_),
+        outbox_ends=np.cumsum([len(outbox) for outbox in outboxes]),
+        receivers=np.array([stage for stage, _, _ in slots], np.int64),
+        sizes=np.array([size for _, size, _ in slots], np.int64),
+        transfers=np.array([ms for _, _, ms in slots], np.float64),
+        at_rest=at_rest,
+    )
 
-    def _ready(self, action: Action) -> bool:
-        if action.kind is Kind.WEIGHT:
-            return (action.stage, action.microbatch) in self.halved
-        waits = self.waits_forward if action.kind is Kind.FORWARD else self.waits_backward
-        return not waits[action.stage][action.microbatch]
 
-    def _run_action(self, action: Action, device: int, clock: float) -> float:
-        """Run it, send what it sends; the time it ends."""
-        j, i = action.stage, action.microbatch
-        cost = self.stages[j]
-        events = self.events[device]
-        if action.kind is Kind.FORWARD:
-            start = max(clock, self.ready_forward[j][i])
-            end = start + cost.forward_ms
-            kept = cost.input_bytes + (0 if self.recompute[j][i] else cost.saved_bytes)
-            events.append((start, kept + cost.workspace_bytes))
-            events.append((end, -cost.workspace_bytes))
-            self._allow(self.waits_backward, self.ready_backward, j, i, end)
-            if j + 1 < len(self.stages):
-                self._allow(self.waits_forward, self.ready_forward, j + 1, i, end)
-            self._send(device, self.sends[j], self.ready_forward, i, end)
-        elif action.kind is Kind.WEIGHT:
-            start = clock
-            end = start + cost.weight_gradient_ms
-            events.append((start, cost.workspace_bytes))
-            events.append((end, -cost.workspace_bytes - self.held[j]))
-        else:
-            start = max(clock, self.ready_backward[j][i])
-            again, whole = self.recompute[j][i], action.kind is Kind.BACKWARD
-            end = start + cost.backward_ms + (cost.forward_ms if again else 0.0)
-            end -= 0.0 if whole else cost.weight_gradient_ms
-            events.append((start, cost.workspace_bytes + (cost.saved_bytes if again else 0)))
-            events.append((end, -cost.workspace_bytes - (self.held[j] if whole else 0)))
-            if not whole:
-                self.halved.add((j, i))
-            if j > 0:
-                self._allow(self.waits_backward, self.ready_backward, j - 1, i, end)
-            self._send(device, self.returns[j], self.ready_backward, i, end)
-        self.spans[device].append((start, end))
-        return end
-
-    @staticmethod
-    def _allow(
-        waits: list[list[int]], ready: list[list[float]], stage: int, i: int, at: float
-    ) -> None:
-        waits[stage][i] -= 1
-        ready[stage][i] = max(ready[stage][i], at)
-
-    def _send(
-        self,
-        device: int,
-        outbox: list[tuple[int, int, float]],
-        ready: list[list[float]],
-        i: int,
-        at: float,
-    ) -> None:
-        for stage, n_bytes, ms in outbox:
-            pair = (device, self.device[stage])
-            start = max(at, self.link_free.get(pair, 0.0))
-            self.link_free[pair] = start + ms
-            ready[stage][i] = max(ready[stage][i], start + ms)
-            self.events[pair[1]].append((start, n_bytes))
-
-    def _peak_bytes(self, device: int) -> int:
-        held = sum(
-            2 * cost.parameter_bytes + cost.buffer_bytes
-            for cost, place in zip(self.stages, self.device, strict=True)
-            if place == device
-        )
-        peak = held
-        # At one instant, what is let go of (negative) comes before what is taken.
-        for _, n_bytes in sorted(self.events[device]):
-            held += n_bytes
-            peak = max(peak, held)
-        return peak
+def _times(cost: StageCost) -> list[tuple[float, float]]:
+    """By kind: how long it takes, and how long if the micro-batch is recomputed."""
+    forward, backward = cost.forward_ms, cost.backward_ms + cost.again_ms
+    weight = cost.weight_gradient_ms
+    return [
+        (forward, forward),
+        (backward, backward + forward),
+        (backward - weight, backward + forward - weight),
+        (weight, weight),
+    ]

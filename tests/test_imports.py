@@ -23,6 +23,7 @@ BASE = (
 HELPERS = (
     "fxpipe.devices",
     "fxpipe.interpret",
+    "fxpipe.jit",
     "fxpipe.local_sizes",
     "fxpipe.links",
     "fxpipe.memory",
@@ -120,9 +121,9 @@ def passes_that_may_be_imported_by(name: str) -> tuple[str, ...]:
         return tuple(other for other in KNOWN if other.startswith("fxpipe.passes.order"))
     if name.startswith("fxpipe.passes.partition"):
         family = {other for other in KNOWN if other.startswith("fxpipe.passes.partition")}
-        needed = ("simulate", "order", "checkpoints")
+        needed = ("simulate", "simulate_kernel", "order", "checkpoints")
         return (*family, *(f"fxpipe.passes.{part}" for part in needed))
-    return ()
+    return ("fxpipe.passes.simulate_kernel",) if name == "fxpipe.passes.simulate" else ()
 
 
 def test_runtime_imports_no_more_than_torch_and_safetensors():
@@ -135,10 +136,10 @@ def test_runtime_imports_no_more_than_torch_and_safetensors():
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
-        ("import fxpipe", "torch ortools networkx jinja2 typer rich"),
-        ("import fxpipe.cli", "torch ortools networkx jinja2 rich"),
-        ("import fxpipe.runtime", "safetensors ortools networkx jinja2 typer rich"),
-        ("import fxpipe; fxpipe.load", "ortools networkx jinja2 typer rich"),
+        ("import fxpipe", "torch numba ortools networkx jinja2 typer rich"),
+        ("import fxpipe.cli", "torch numba ortools networkx jinja2 rich"),
+        ("import fxpipe.runtime", "safetensors numba ortools networkx jinja2 typer rich"),
+        ("import fxpipe; fxpipe.load", "numba ortools networkx jinja2 typer rich"),
     ],
 )
 def test_heavy_libraries_load_when_used(statement, absent):

@@ -2,8 +2,9 @@
 
 from itertools import combinations
 from random import Random
+from typing import Any
 
-from fxpipe.ir import Block, Chain, CheckpointMode, Link, Value
+from fxpipe.ir import Block, Chain, CheckpointMode, Network, Value
 from fxpipe.passes.checkpoints import place
 from fxpipe.passes.order import build
 from fxpipe.passes.partition_costs import evaluate
@@ -70,8 +71,8 @@ def every_plan(
     n_microbatches: int,
     schedule: str,
     checkpoint: CheckpointMode,
-    link: Link,
-    capacity_bytes: int,
+    network: Network,
+    capacity_bytes: tuple[int, ...],
     loops: int = 1,
 ) -> list[tuple[float, int]]:
     """Step and highest peak of each way to cut the chain that fits, the shortest step first."""
@@ -79,8 +80,14 @@ def every_plan(
     table = build(schedule, n_stages // loops, n_microbatches, loops)
     modes = place(checkpoint, n_stages)
     estimates = (
-        evaluate(chain, cuts, schedule=table, checkpoint=modes, link=link)
+        evaluate(chain, cuts, schedule=table, checkpoint=modes, network=network)
         for cuts in combinations(places, n_stages - 1)
     )
     plans = ((one.step_ms, max(one.peak_bytes)) for one in estimates)
-    return sorted((step, peak) for step, peak in plans if peak <= capacity_bytes)
+    return sorted((step, peak) for step, peak in plans if peak <= min(capacity_bytes))
+
+
+def between(chain: Chain, asked: dict[str, Any]) -> tuple[int, ...]:
+    """Capacities between what the shortest step and what the least memory needs."""
+    peaks = [peak for _, peak in every_plan(chain, **asked)]
+    return ((min(peaks) + peaks[0]) // 2,) * len(asked["capacity_bytes"])

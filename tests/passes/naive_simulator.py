@@ -4,10 +4,11 @@ Times come from recursion over "waits for", memory from intervals [start, end) l
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
-from fxpipe.ir import Link
-from fxpipe.passes.simulate import Message, Simulation, StageCost
+from fxpipe.ir import Network
+from fxpipe.passes.simulate import Message, StageCost
 from fxpipe.schedule import Action, Kind, Schedule
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
@@ -15,13 +16,23 @@ HALF = Kind.INPUT
 Sent = tuple[Action, int]
 
 
+@dataclass(frozen=True)
+class Naive:
+    """What both simulators say."""
+
+    step_ms: float
+    bubble: float
+    peak_bytes: tuple[int, ...]
+    spans: tuple[tuple[tuple[float, float], ...], ...]
+
+
 def naive(
     schedule: Schedule,
     stages: Sequence[StageCost],
     messages: Sequence[Message],
-    link: Link,
+    network: Network,
     recompute: Sequence[Sequence[bool]],
-) -> Simulation:
+) -> Naive:
     def backward(stage: int, microbatch: int) -> Action:
         return Action(stage, HALF if (stage, microbatch) in schedule.split else B, microbatch)
 
@@ -31,7 +42,11 @@ def naive(
     device_of = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
     size = {(m.source, m.target, F): m.bytes for m in messages}
     for kind in (B, HALF):
-        size |= {(m.target, m.source, kind): m.gradient_bytes for m in messages if m.gradient_bytes}
+        size |= {
+            (m.target, m.source, kind): m.gradient_bytes
+            for m in messages
+            if m.gradient_bytes is not None
+        }
     size = {key: b for key, b in size.items() if device_of[key[0]] != device_of[key[1]]}
 
     def outbox(action: Action) -> list[Sent]:
@@ -78,7 +93,7 @@ def naive(
             return start(action) + cost.weight_gradient_ms
         again = cost.forward_ms if recompute[action.stage][action.microbatch] else 0.0
         later = cost.weight_gradient_ms if action.kind is HALF else 0.0
-        return start(action) + cost.backward_ms + again - later
+        return start(action) + cost.backward_ms + cost.again_ms + again - later
 
     @cache
     def departure(sent: Sent) -> float:
@@ -88,7 +103,7 @@ def naive(
 
     @cache
     def arrival(sent: Sent) -> float:
-        return departure(sent) + link.transfer_ms(n_bytes(sent))
+        return departure(sent) + network.between(*pair(sent)).transfer_ms(n_bytes(sent))
 
     def intervals(device: int) -> list[tuple[float, float, int]]:
         held = []
@@ -101,6 +116,9 @@ def naive(
                 saved_from = backward(action.stage, action.microbatch) if again else forward
                 held.append((start(saved_from), end(action), cost.saved_bytes))
                 held.append((start(forward), end(action), cost.input_bytes))
+                if not again:
+                    repeated = backward(action.stage, action.microbatch)
+                    held.append((start(repeated), end(action), cost.again_bytes))
         for queue in on_link.values():
             for sent in queue:
                 if device_of[sent[1]] == device:
@@ -110,18 +128,14 @@ def naive(
 
     def peak(device: int) -> int:
         held = intervals(device)
-        always = sum(
-            2 * cost.parameter_bytes + cost.buffer_bytes
-            for j, cost in enumerate(stages)
-            if device_of[j] == device
-        )
+        always = sum(cost.static_bytes for j, cost in enumerate(stages) if device_of[j] == device)
         moments = [first for first, _, _ in held]
         return always + max(sum(b for s, e, b in held if s <= t < e) for t in moments)
 
     spans = tuple(tuple((start(a), end(a)) for a in row) for row in schedule.rows)
     step = max(e for row in spans for _, e in row)
     busy = sum(e - s for row in spans for s, e in row)
-    return Simulation(
+    return Naive(
         step_ms=step,
         bubble=1 - busy / (len(spans) * step),
         peak_bytes=tuple(peak(d) for d in range(len(spans))),

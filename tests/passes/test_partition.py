@@ -6,7 +6,7 @@ import pytest
 from chains import KIB, block, plain
 
 from fxpipe.errors import PlanError, ScheduleError
-from fxpipe.ir import Block, Chain, CheckpointMode, Link, Plan, Value
+from fxpipe.ir import Block, Chain, CheckpointMode, Link, Network, Plan, Value
 from fxpipe.passes.checkpoints import place, recompute_table
 from fxpipe.passes.order import build
 from fxpipe.passes.partition import SOLVERS, partition
@@ -20,8 +20,8 @@ def plan(chain: Chain, n_stages: int, n_microbatches: int = 4, **options: object
     settings = {
         "schedule": "1f1b",
         "checkpoint": CheckpointMode.NEVER,
-        "link": LINK,
-        "capacity_bytes": 10**9,
+        "network": Network(LINK),
+        "capacity_bytes": (10**9,) * n_stages,
         "solver": "dp",
     }
     return partition(
@@ -37,7 +37,7 @@ def test_a_stage_costs_the_sum_of_its_blocks() -> None:
     stages, _ = stage_costs(plain(blocks(5)), (2,))
 
     assert [(s.forward_ms, s.backward_ms) for s in stages] == [(2.0, 4.0), (3.0, 6.0)]
-    assert [(s.saved_bytes, s.parameter_bytes) for s in stages] == [(20, 200), (30, 300)]
+    assert [(s.saved_bytes, s.static_bytes) for s in stages] == [(20, 400), (30, 600)]
 
 
 def test_what_two_blocks_share_counts_once_a_stage() -> None:
@@ -46,7 +46,7 @@ def test_what_two_blocks_share_counts_once_a_stage() -> None:
 
     stages, _ = stage_costs(chain, (2,))
 
-    assert [(s.saved_bytes, s.parameter_bytes) for s in stages] == [(7, 5), (7, 5)]
+    assert [(s.saved_bytes, s.static_bytes) for s in stages] == [(7, 10), (7, 10)]
 
 
 def test_workspace_is_the_largest_of_a_block() -> None:
@@ -146,7 +146,7 @@ def test_memory_moves_the_cut(solver: str) -> None:
     chain = plain([block(f"b{k}", saved=10 * KIB) for k in range(8)], n_bytes=1)
 
     assert plan(chain, 2, solver=solver).cuts == (4,)
-    assert plan(chain, 2, solver=solver, capacity_bytes=61 * KIB).cuts == (3,)
+    assert plan(chain, 2, solver=solver, capacity_bytes=(61 * KIB,) * 2).cuts == (3,)
 
 
 def test_too_many_devices() -> None:
@@ -167,11 +167,12 @@ def test_what_does_not_fit_says_which_device_and_what_would_help(solver: str) ->
     chain = plain([block(f"b{k}", saved=10 * KIB) for k in range(4)], n_bytes=1)
 
     with pytest.raises(PlanError) as error:
-        plan(chain, 2, solver=solver, capacity_bytes=15 * KIB)
+        plan(chain, 2, solver=solver, capacity_bytes=(15 * KIB,) * 2)
 
     assert str(error.value) == (
         "no partition fits: in the best one found, device 1 needs 30.00 KiB and has 15.00 KiB "
-        "(parameters and gradients 0 bytes, saved for one micro-batch 30.00 KiB). What would help: "
+        "(parameters and what training keeps of them 0 bytes, saved for one micro-batch "
+        "30.00 KiB). What would help: "
         "more than 2 devices, or smaller micro-batches (more of them), or `--checkpoint always`"
     )
 

@@ -11,9 +11,9 @@ from time import perf_counter
 from typing import Any
 
 import pytest
-from chains import every_plan, random_chain
+from chains import between, every_plan, random_chain
 
-from fxpipe.ir import Chain, CheckpointMode, Link, Plan
+from fxpipe.ir import Chain, CheckpointMode, Link, Network, Plan
 from fxpipe.passes.partition import SOLVERS, partition
 
 ROOMY = 10**12
@@ -24,17 +24,16 @@ def question(seed: int, *, skips: bool, tight: bool) -> tuple[Chain, dict[str, A
     random = Random(seed)
     chain = random_chain(random, random.randint(9, 12), n_skips=2 if skips else 0)
     asked = {
-        "n_stages": random.choice([2, 3, 4]),
+        "n_stages": (n := random.choice([2, 3, 4])),
         "n_microbatches": random.choice([2, 4, 6]),
         "schedule": random.choice(["gpipe", "1f1b"]),
         "checkpoint": random.choice(list(CheckpointMode)),
-        "link": Link(latency_ms=0.02, bytes_per_ms=random.choice([1e3, 1e4, 1e5])),
-        "capacity_bytes": ROOMY,
+        "network": Network(Link(0.02, random.choice([1e3, 1e4, 1e5]))),
+        "capacity_bytes": (ROOMY,) * n,
     }
     if tight:
         # Between what the shortest step and what the least memory needs, so that memory decides.
-        peaks = [peak for _, peak in every_plan(chain, **asked)]
-        asked["capacity_bytes"] = (min(peaks) + peaks[0]) // 2
+        asked["capacity_bytes"] = between(chain, asked)
     return chain, asked
 
 
@@ -60,7 +59,7 @@ def test_with_skips_and_tight_memory_too(seed: int) -> None:
     assert plans["cpsat"].estimate.step_ms == pytest.approx(best_ms)
     assert plans["beam"].estimate.step_ms <= 1.05 * best_ms
     assert plans["dp"].estimate.step_ms <= 1.10 * best_ms
-    assert all(max(p.estimate.peak_bytes) <= asked["capacity_bytes"] for p in plans.values())
+    assert all(max(p.estimate.peak_bytes) <= min(asked["capacity_bytes"]) for p in plans.values())
     # The bound holds for every plan, so for the best.
     assert plans["cpsat"].bound_ms is not None
     assert plans["cpsat"].bound_ms <= best_ms
@@ -73,17 +72,16 @@ def test_with_two_stages_a_device_too(
     seed: int, tight: bool, solvers: list[str], schedule: str
 ) -> None:
     chain, asked = question(seed, skips=True, tight=False)
-    asked |= {"n_stages": 4, "loops": 2, "schedule": schedule}
+    asked |= {"n_stages": 4, "loops": 2, "schedule": schedule, "capacity_bytes": (ROOMY,) * 2}
     if tight:
-        peaks = [peak for _, peak in every_plan(chain, **asked)]
-        asked["capacity_bytes"] = (min(peaks) + peaks[0]) // 2
+        asked["capacity_bytes"] = between(chain, asked)
     best_ms, _ = every_plan(chain, **asked)[0]
 
     plans = {solver: partition(chain, **asked, solver=solver) for solver in solvers}
 
     assert plans["cpsat"].estimate.step_ms <= 1.01 * best_ms
     assert all(plan.estimate.step_ms <= 1.20 * best_ms for plan in plans.values())
-    assert all(max(p.estimate.peak_bytes) <= asked["capacity_bytes"] for p in plans.values())
+    assert all(max(p.estimate.peak_bytes) <= min(asked["capacity_bytes"]) for p in plans.values())
     assert plans["cpsat"].stage_to_device == (0, 1, 0, 1)
     assert plans["cpsat"].bound_ms is not None
     assert plans["cpsat"].bound_ms <= best_ms
@@ -95,14 +93,13 @@ def test_with_halved_backwards_too(seed: int, tight: bool) -> None:
     chain, asked = question(seed, skips=True, tight=False)
     asked["schedule"] = "zb-h1"
     if tight:
-        peaks = [peak for _, peak in every_plan(chain, **asked)]
-        asked["capacity_bytes"] = (min(peaks) + peaks[0]) // 2
+        asked["capacity_bytes"] = between(chain, asked)
     best_ms, _ = every_plan(chain, **asked)[0]
 
     plans = {solver: partition(chain, **asked, solver=solver) for solver in SOLVERS}
 
     assert all(plan.estimate.step_ms <= 1.10 * best_ms for plan in plans.values())
-    assert all(max(p.estimate.peak_bytes) <= asked["capacity_bytes"] for p in plans.values())
+    assert all(max(p.estimate.peak_bytes) <= min(asked["capacity_bytes"]) for p in plans.values())
     assert plans["cpsat"].estimate.step_ms <= 1.01 * best_ms
     assert plans["cpsat"].bound_ms is not None
     assert plans["cpsat"].bound_ms <= best_ms
@@ -124,7 +121,11 @@ def summary(found: Plan) -> list[object]:
 
 def plans_of_one_chain() -> dict[str, list[object]]:
     chain = random_chain(Random(7), 24, n_skips=3)
-    asked = question(7, skips=False, tight=False)[1] | {"n_stages": 4, "n_microbatches": 4}
+    asked = question(7, skips=False, tight=False)[1] | {
+        "n_stages": 4,
+        "n_microbatches": 4,
+        "capacity_bytes": (ROOMY,) * 4,
+    }
     return {solver: summary(partition(chain, **asked, solver=solver)) for solver in SOLVERS}
 
 
@@ -157,8 +158,8 @@ def test_a_thousand_blocks_in_sixteen_stages_take_about_a_second() -> None:
         n_microbatches=32,
         schedule="1f1b",
         checkpoint=CheckpointMode.NEVER,
-        link=Link(0.02, 1e5),
-        capacity_bytes=ROOMY,
+        network=Network(Link(0.02, 1e5)),
+        capacity_bytes=(ROOMY,) * 16,
         solver="dp",
     )
 

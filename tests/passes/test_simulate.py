@@ -1,5 +1,7 @@
 """The simulator: closed formulas, links, memory, and a second implementation."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from random import Random
 from time import perf_counter
@@ -8,12 +10,12 @@ import pytest
 from naive_simulator import naive
 
 from fxpipe.errors import ScheduleError
-from fxpipe.ir import Link
+from fxpipe.ir import Link, Network
 from fxpipe.passes import order
 from fxpipe.passes.simulate import Message, Simulation, StageCost, simulate
 from fxpipe.schedule import Action, Kind, Schedule
 
-FREE = Link(latency_ms=0.0, bytes_per_ms=1e30)
+FREE = Network(Link(latency_ms=0.0, bytes_per_ms=1e30))
 
 
 def uniform(name: str, n: int, m: int, cost: StageCost, again: bool = False) -> Simulation:
@@ -71,9 +73,9 @@ def test_1f1b_as_a_picture() -> None:
 
 def test_a_link_carries_one_message_at_a_time() -> None:
     schedule = order.gpipe(2, 3)
-    messages = [Message(0, 1, bytes=30, gradient_bytes=0)]
+    messages = [Message(0, 1, bytes=30, gradient_bytes=None)]
     simulation = simulate(
-        schedule, [StageCost(1.0, 1.0)] * 2, messages, Link(1.0, 10.0), [[False] * 3] * 2
+        schedule, [StageCost(1.0, 1.0)] * 2, messages, Network(Link(1.0, 10.0)), [[False] * 3] * 2
     )
 
     # Each message takes 1 + 30 / 10 ms, and the next waits for it: arrivals at 5, 9, 13.
@@ -87,16 +89,24 @@ def test_opposite_directions_and_other_pairs_do_not_wait_for_each_other() -> Non
     # A portal from stage 0 to 2 as long as all the rest: its gradient has its own link, too.
     messages = [Message(0, 1, 10, 10), Message(1, 2, 10, 10), Message(0, 2, 10, 10)]
     simulation = simulate(
-        order.gpipe(3, 1), [StageCost(1.0, 1.0)] * 3, messages, Link(0.0, 10.0), [[False]] * 3
+        order.gpipe(3, 1),
+        [StageCost(1.0, 1.0)] * 3,
+        messages,
+        Network(Link(0.0, 10.0)),
+        [[False]] * 3,
     )
 
     assert simulation.step_ms == pytest.approx(3 * (1 + 1) + 2 * (1 + 1))
 
 
 def test_a_portal_is_waited_for() -> None:
-    messages = [Message(0, 2, bytes=100, gradient_bytes=0)]
+    messages = [Message(0, 2, bytes=100, gradient_bytes=None)]
     simulation = simulate(
-        order.gpipe(3, 1), [StageCost(1.0, 1.0)] * 3, messages, Link(0.0, 10.0), [[False]] * 3
+        order.gpipe(3, 1),
+        [StageCost(1.0, 1.0)] * 3,
+        messages,
+        Network(Link(0.0, 10.0)),
+        [[False]] * 3,
     )
 
     assert simulation.spans[2][0] == (11.0, 12.0)
@@ -111,14 +121,14 @@ def test_microbatches_in_flight(n: int, m: int) -> None:
 
 
 def test_a_device_holds_parameters_gradients_buffers_and_workspace() -> None:
-    cost = StageCost(1.0, 1.0, parameter_bytes=1000, buffer_bytes=100, workspace_bytes=10)
+    cost = StageCost(1.0, 1.0, static_bytes=2100, workspace_bytes=10)
 
     assert uniform("gpipe", 2, 4, cost).peak_bytes == (2110, 2110)
 
 
 def test_recompute_keeps_only_what_is_received_between_forward_and_backward() -> None:
     cost = StageCost(1.0, 1.0, saved_bytes=100)
-    messages = [Message(0, 1, bytes=1, gradient_bytes=0)]
+    messages = [Message(0, 1, bytes=1, gradient_bytes=None)]
     kept, recomputed = (
         simulate(order.gpipe(2, 4), [cost] * 2, messages, FREE, [[again] * 4] * 2).peak_bytes
         for again in (False, True)
@@ -151,19 +161,23 @@ def test_random_tables_against_the_naive_simulator(seed: int) -> None:
     # Whole numbers make times meet, where the order of letting go and taking matters.
     stages = [
         StageCost(
-            *(random.randint(1, 5) for _ in range(7)), weight_gradient_ms=random.randint(0, 1)
+            *(random.randint(2, 5) for _ in range(6)),
+            weight_gradient_ms=1,
+            again_ms=again,
+            again_bytes=2 * again,
         )
-        for _ in range(n)
+        for again in random.choices((0, 0, 3), k=n)
     ]
     pairs = [(s, t) for s in range(n) for t in range(s + 1, n) if random.random() < 0.7]
-    messages = [Message(s, t, random.randint(1, 9), random.randint(0, 9)) for s, t in pairs]
-    link = Link(latency_ms=random.randint(0, 2), bytes_per_ms=random.choice([1, 2, 8]))
+    messages = [Message(s, t, random.randint(0, 9), random.choice([None, 0, 5])) for s, t in pairs]
+    links = [Link(random.randint(0, 2), random.choice([1, 2, 8])) for _ in range(2)]
+    network = Network(links[0], {(0, 1): links[1]})
     recompute = [[random.random() < 0.4 for _ in range(m)] for _ in range(n)]
     schedule = random_table(random, n, m)
 
-    found = simulate(schedule, stages, messages, link, recompute)
+    found = simulate(schedule, stages, messages, network, recompute)
 
-    expected = naive(schedule, stages, messages, link, recompute)
+    expected = naive(schedule, stages, messages, network, recompute)
     assert found.spans == expected.spans
     assert found.peak_bytes == expected.peak_bytes
     assert (found.step_ms, found.bubble) == pytest.approx((expected.step_ms, expected.bubble))
@@ -200,3 +214,20 @@ def test_speed_of_8_devices_and_32_microbatches() -> None:
 
     # A few ms; the limit leaves room for a busy machine.
     assert perf_counter() - start < 0.05
+
+
+def test_the_loop_runs_without_machine_code_too() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['numba'] = None\n"
+        "from fxpipe.ir import Link, Network\n"
+        "from fxpipe.passes import order, simulate as s\n"
+        "free = Network(Link(0.0, 1e30))\n"
+        "stages = [s.StageCost(1.0, 2.0, saved_bytes=1)] * 2\n"
+        "found = s.simulate(order.one_f_one_b(2, 3), stages, [], free, [[False] * 3] * 2)\n"
+        "print(found.step_ms, found.peak_bytes, *found.critical)"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "12.0 (2, 1) 0F0 1F0 1B0 1F1 1B1 1F2 1B2 0B2\n"

@@ -1,0 +1,343 @@
+"""The simulator's loop over events, on arrays alone.
+
+Devices either follow a table or choose: of what is ready and fits, the action that comes first in
+`rank`. Kinds are numbers. An event is a time and a code: what happens (an action ends, a message
+arrives, a message starts: in this order at one instant), the action that it comes from, and which
+of its messages. Only when an instant's events are over do devices start what they can.
+
+Actions are numbered in the order in which they start.
+"""
+
+import numpy as np
+
+from fxpipe.jit import compiled
+
+FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
+_ENDS, _ARRIVES, _STARTS = range(3)
+_WHAT, _ACTION = 60, 20  # an event's code in bits: what from 60 on, action from 20 on, message
+_NEVER = np.inf
+
+
+@compiled
+def push(times, codes, size, time, code):  # type: ignore[no-untyped-def]
+    """Put an event into the heap of `size`; the heap's arrays, longer ones if they were full."""
+    if size == len(times):
+        times = np.concatenate((times, np.empty_like(times)))
+        codes = np.concatenate((codes, np.empty_like(codes)))
+    k = size
+    while k > 0:
+        above = (k - 1) >> 1
+        if times[above] < time or (times[above] == time and codes[above] < code):
+            break
+        times[k], codes[k] = times[above], codes[above]
+        k = above
+    times[k], codes[k] = time, code
+    return times, codes
+
+
+@compiled
+def pop(times, codes, size):  # type: ignore[no-untyped-def]
+    """Take the first event off a heap of `size`: the last one takes its place and sinks."""
+    last = size - 1
+    time, code = times[last], codes[last]
+    k = 0
+    while True:
+        below = 2 * k + 1
+        if below >= last:
+            break
+        other = below + 1
+        if other < last and (
+            times[other] < times[below]
+            or (times[other] == times[below] and codes[other] < codes[below])
+        ):
+            below = other
+        if time < times[below] or (time == times[below] and code < codes[below]):
+            break
+        times[k], codes[k] = times[below], codes[below]
+        k = below
+    times[k], codes[k] = time, code
+
+
+@compiled
+def missing_arrivals(outbox_ends, receivers, n_stages, n_microbatches):  # type: ignore[no-untyped-def]
+    """For F (0) and the backward (1) of each stage and micro-batch: how much it waits for."""
+    missing = np.zeros((2, n_stages, n_microbatches), np.int32)
+    for j in range(n_stages):
+        missing[0, j] += 1 if j > 0 else 0
+        missing[1, j] += 2 if j < n_stages - 1 else 1
+    for box in range(2 * n_stages):
+        begin = outbox_ends[box - 1] if box > 0 else 0
+        for slot in range(begin, outbox_ends[box]):
+            missing[box % 2, receivers[slot]] += 1
+    return missing
+
+
+@compiled
+def choose(  # type: ignore[no-untyped-def]
+    own, nexts, missing, rank, split, keeps, recompute, reserve, held, promised, capacity,
+    oldest, outbox_ends, receivers, sizes, device_of, d, soon, patience, lasts, now,
+):  # fmt: skip
+    """The action that device `d` starts: its kind and stage, or (-1, -1) to wait."""
+    n_microbatches = missing.shape[2]
+    best, kind_found, stage_found = _NEVER, -1, -1
+    for j in own:
+        i = nexts[2, j]
+        if i < nexts[1, j] and rank[2, j, i] < best:
+            best, kind_found, stage_found = rank[2, j, i], WEIGHT, j
+        i = nexts[1, j]
+        if i < n_microbatches and missing[1, j, i] == 0 and rank[1, j, i] < best:
+            best, kind_found, stage_found = rank[1, j, i], INPUT if split[j] else BACKWARD, j
+        i = nexts[0, j]
+        if i < n_microbatches and missing[0, j, i] == 0 and rank[0, j, i] < best:
+            again = 1 if recompute[j, i] else 0
+            need = keeps[j, again] + reserve[d]
+            if i != oldest[d]:
+                # What the oldest micro-batch still needs stays free, so that it can always end.
+                for other in own:
+                    if nexts[0, other] <= oldest[d]:
+                        need += keeps[other, 1 if recompute[other, oldest[d]] else 0]
+            fits = held[d] + promised[d] + need <= capacity[d]
+            begin = outbox_ends[2 * j - 1] if j > 0 else 0
+            for slot in range(begin, outbox_ends[2 * j]):
+                e = device_of[receivers[slot]]
+                room = capacity[e] - reserve[e] - held[e] - promised[e] - sizes[slot]
+                fits = fits and (i == oldest[e] or room >= 0)
+            if fits or i == oldest[d]:
+                best, kind_found, stage_found = rank[0, j, i], FORWARD, j
+    # Rather wait for a message than begin a long action just before it comes.
+    fills = kind_found == WEIGHT or (kind_found == BACKWARD and stage_found == 0)
+    if fills and soon < now + patience * lasts[kind_found, stage_found, 0]:
+        return -1, -1
+    return kind_found, stage_found
+
+
+@compiled
+def run(  # type: ignore[no-untyped-def]
+    row_ends, row_kinds, row_stages, row_microbatches,
+    rank, split, capacity, patience,
+    device_of, lasts, keeps, comes_back, workspace, recompute,
+    outbox_ends, receivers, sizes, transfers, at_rest, record,
+):  # fmt: skip
+    """Run a step: by the table if `row_ends` has a place for each device, else by `rank`.
+
+    `lasts[kind, stage, again]` is how long an action takes, `keeps[stage, again]` what F leaves in
+    memory besides messages and `comes_back[stage, again]` what the backward adds to it. Outbox
+    `2 j` is what stage j sends after F, `2 j + 1` after its backward; `receivers` are stages.
+    `at_rest` is what each device holds between steps. `rank[F 0 or backward 1 or W 2, stage,
+    micro-batch]` says what comes first; stages that `split` run I and W in place of B.
+
+    Returns devices, kinds, stages, micro-batches, starts, ends of the actions that ran and what
+    each waited for last; peak memory by device and when; with `record`, memory over time as
+    devices, ms, bytes.
+    """
+    n_devices = len(at_rest)
+    n_stages, n_microbatches = recompute.shape
+    given = len(row_ends) == n_devices
+    limit = len(row_kinds) if given else 3 * n_stages * n_microbatches
+    devices, kinds, stages, microbatches = (
+        np.empty(limit, np.int32), np.empty(limit, np.int8),
+        np.empty(limit, np.int32), np.empty(limit, np.int32),
+    )  # fmt: skip
+    starts, ends = np.empty(limit), np.empty(limit)
+    waited_for = np.full(limit, -1, np.int64)
+    n_actions = 0
+    missing = missing_arrivals(outbox_ends, receivers, n_stages, n_microbatches)
+    sender = np.full((2, n_stages, n_microbatches), -1, np.int32)
+    received = np.zeros((n_stages, n_microbatches), np.int64)
+    halved = np.zeros((n_stages, n_microbatches), np.bool_)
+    link_free = np.zeros((n_devices, n_devices))
+    before = np.full(n_devices, -1, np.int64)  # the device's last action
+    next_of = np.zeros(n_devices, np.int64)
+    if given:
+        next_of[1:] = row_ends[:-1]
+    # For devices that choose: the next micro-batch of F, of the backward and of W by stage.
+    nexts = np.zeros((3, n_stages), np.int64)
+    oldest, promised = np.zeros(n_devices, np.int64), np.zeros(n_devices, np.int64)
+    reserve = np.zeros(n_devices, np.int64)
+    own_ends = np.zeros(n_devices, np.int64)
+    own = np.argsort(device_of, kind="mergesort")
+    for j in range(n_stages):
+        d = device_of[j]
+        own_ends[d] += 1
+        for again in range(2):
+            reserve[d] = max(reserve[d], workspace[j] + comes_back[j, again])
+    own_ends = np.cumsum(own_ends)
+    held = at_rest.copy()
+    peak, peak_at = held.copy(), np.zeros(n_devices)
+    busy = np.zeros(n_devices, np.bool_)
+    touched, n_touched = np.arange(n_devices), n_devices
+    is_touched = np.ones(n_devices, np.bool_)
+    log_device, log_ms, log_bytes = np.empty(64, np.int32), np.empty(64), np.empty(64, np.int64)
+    n_log = 0
+    times, codes, size = np.empty(64), np.empty(64, np.int64), 0
+    now = 0.0
+    while True:
+        # The events of one instant.
+        while size > 0 and times[0] == now:
+            code = codes[0]
+            pop(times, codes, size)
+            size -= 1
+            what = code >> _WHAT
+            action = (code >> _ACTION) & ((1 << (_WHAT - _ACTION)) - 1)
+            j, i, kind = stages[action], microbatches[action], kinds[action]
+            d, way = device_of[j], 0 if kind == FORWARD else 1
+            changed = d
+            if what == _ENDS:
+                busy[d] = False
+                again = 1 if recompute[j, i] else 0
+                held[d] -= workspace[j]
+                if kind in (BACKWARD, WEIGHT):
+                    held[d] -= keeps[j, again] + comes_back[j, again] + received[j, i]
+                    while not given and oldest[d] < n_microbatches:
+                        done = True
+                        for other in own[(own_ends[d - 1] if d > 0 else 0) : own_ends[d]]:
+                            done = done and nexts[2, other] > oldest[d]
+                        if not done:
+                            break
+                        oldest[d] += 1
+                # Who chooses may have waited for memory on any device.
+                for e in range(d if given else 0, d + 1 if given else n_devices):
+                    if not is_touched[e]:
+                        is_touched[e] = True
+                        touched[n_touched] = e
+                        n_touched += 1
+                if kind == INPUT:
+                    halved[j, i] = True
+                if kind != WEIGHT:
+                    # Its own backward waits for F; the next stage's F, the one before's backward.
+                    for k in range(2):
+                        stage = j if k == 1 else (j + 1 if way == 0 else j - 1)
+                        if stage < 0 or stage >= n_stages or (k == 1 and way == 1):
+                            continue
+                        at = way if k == 0 else 1
+                        missing[at, stage, i] -= 1
+                        sender[at, stage, i] = action
+                        e = device_of[stage]
+                        if missing[at, stage, i] == 0 and not is_touched[e]:
+                            is_touched[e] = True
+                            touched[n_touched] = e
+                            n_touched += 1
+                    box = 2 * j + way
+                    begin = outbox_ends[box - 1] if box > 0 else 0
+                    for slot in range(begin, outbox_ends[box]):
+                        e = device_of[receivers[slot]]
+                        start = max(now, link_free[d, e])
+                        link_free[d, e] = start + transfers[slot]
+                        message = (action << _ACTION) | (slot - begin)
+                        code = (_STARTS << _WHAT) | message
+                        times, codes = push(times, codes, size, start, code)
+                        code = (_ARRIVES << _WHAT) | message
+                        times, codes = push(times, codes, size + 1, link_free[d, e], code)
+                        size += 2
+            else:
+                slot = code & ((1 << _ACTION) - 1)
+                box = 2 * j + way
+                slot += outbox_ends[box - 1] if box > 0 else 0
+                stage = receivers[slot]
+                e = device_of[stage]
+                if what == _ARRIVES:
+                    missing[way, stage, i] -= 1
+                    sender[way, stage, i] = action
+                    if missing[way, stage, i] == 0 and not is_touched[e]:
+                        is_touched[e] = True
+                        touched[n_touched] = e
+                        n_touched += 1
+                    continue
+                changed = e
+                received[stage, i] += sizes[slot]
+                promised[e] -= sizes[slot]
+                held[e] += sizes[slot]
+                if held[e] > peak[e]:
+                    peak[e], peak_at[e] = held[e], now
+            if record:
+                if n_log == len(log_ms):
+                    log_device = np.concatenate((log_device, np.empty_like(log_device)))
+                    log_ms = np.concatenate((log_ms, np.empty_like(log_ms)))
+                    log_bytes = np.concatenate((log_bytes, np.empty_like(log_bytes)))
+                log_device[n_log], log_ms[n_log], log_bytes[n_log] = changed, now, held[changed]
+                n_log += 1
+        # What can start now.
+        for k in range(n_touched):
+            d = touched[k]
+            is_touched[d] = False
+            if busy[d]:
+                continue
+            if given:
+                place = next_of[d]
+                if place == row_ends[d]:
+                    continue
+                j, i, kind = row_stages[place], row_microbatches[place], row_kinds[place]
+                ready = halved[j, i]
+                if kind != WEIGHT:
+                    ready = missing[0 if kind == FORWARD else 1, j, i] == 0
+                if not ready:
+                    continue
+                next_of[d] += 1
+            else:
+                soon = _NEVER
+                if patience > 0:
+                    for event in range(size):
+                        code = codes[event]
+                        if code >> _WHAT != _ARRIVES or times[event] >= soon:
+                            continue
+                        action = (code >> _ACTION) & ((1 << (_WHAT - _ACTION)) - 1)
+                        box = 2 * stages[action] + (0 if kinds[action] == FORWARD else 1)
+                        slot = code & ((1 << _ACTION) - 1)
+                        slot += outbox_ends[box - 1] if box > 0 else 0
+                        if device_of[receivers[slot]] == d:
+                            soon = times[event]
+                kind, j = choose(
+                    own[(own_ends[d - 1] if d > 0 else 0) : own_ends[d]],
+                    nexts, missing, rank, split, keeps, recompute, reserve, held, promised,
+                    capacity, oldest, outbox_ends, receivers, sizes, device_of, d, soon, patience,
+                    lasts, now,
+                )  # fmt: skip
+                if kind < 0:
+                    continue
+                way = 0 if kind == FORWARD else 2 if kind == WEIGHT else 1
+                i = nexts[way, j]
+                nexts[way, j] += 1
+                if kind == BACKWARD:
+                    nexts[2, j] += 1
+            way = 0 if kind == FORWARD else 1
+            again = 1 if recompute[j, i] else 0
+            action = n_actions
+            n_actions += 1
+            devices[action], kinds[action], stages[action] = d, kind, j
+            microbatches[action] = i
+            starts[action], ends[action] = now, now + lasts[kind, j, again]
+            if before[d] >= 0 and ends[before[d]] == now:
+                waited_for[action] = before[d]
+            elif kind != WEIGHT:
+                waited_for[action] = sender[way, j, i]
+            before[d] = action
+            held[d] += workspace[j]
+            if kind == FORWARD:
+                held[d] += keeps[j, again]
+            elif kind != WEIGHT:
+                held[d] += comes_back[j, again]
+            if kind != WEIGHT:
+                box = 2 * j + way
+                for slot in range(outbox_ends[box - 1] if box > 0 else 0, outbox_ends[box]):
+                    promised[device_of[receivers[slot]]] += sizes[slot]
+            if held[d] > peak[d]:
+                peak[d], peak_at[d] = held[d], now
+            if record:
+                if n_log == len(log_ms):
+                    log_device = np.concatenate((log_device, np.empty_like(log_device)))
+                    log_ms = np.concatenate((log_ms, np.empty_like(log_ms)))
+                    log_bytes = np.concatenate((log_bytes, np.empty_like(log_bytes)))
+                log_device[n_log], log_ms[n_log], log_bytes[n_log] = d, now, held[d]
+                n_log += 1
+            busy[d] = True
+            times, codes = push(times, codes, size, ends[action], action << _ACTION)
+            size += 1
+        n_touched = 0
+        if size == 0:
+            break
+        now = times[0]
+    return (
+        devices[:n_actions], kinds[:n_actions], stages[:n_actions], microbatches[:n_actions],
+        starts[:n_actions], ends[:n_actions], waited_for[:n_actions], peak, peak_at,
+        log_device[:n_log], log_ms[:n_log], log_bytes[:n_log],
+    )  # fmt: skip
