@@ -20,7 +20,7 @@ from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.drawing import drawing
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.recomputing import checkpointing, recomputing, versions
-from fxpipe.runtime.stage import swapped
+from fxpipe.runtime.swapping import swapped
 
 # Calls a partition with a value, which is a tensor or a tuple, and checks what it returns.
 Caller = Callable[[nn.Module, Any], Any]

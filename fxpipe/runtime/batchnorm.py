@@ -60,17 +60,14 @@ class DeferredBatchNorm(_BatchNorm):
         """The input normalized: by its own statistics in training, by the running ones else."""
         if not self.training:
             return self._normalized(input, self.running_mean, self.running_var, momentum=0.0)
-        if is_recomputing():
-            return self._normalized(input, None, None, momentum=0.0)
         # With this momentum torch leaves the micro-batch's own statistics there.
         mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
         output = self._normalized(input, mean, var, momentum=1.0)
-        self._track(mean, var, input.numel() // input.size(1))
+        if not is_recomputing():
+            self._track(mean, var, input.numel() // input.size(1))
         return output
 
-    def _normalized(
-        self, input: Tensor, mean: Tensor | None, var: Tensor | None, momentum: float
-    ) -> Tensor:
+    def _normalized(self, input: Tensor, mean: Tensor, var: Tensor, momentum: float) -> Tensor:
         return F.batch_norm(
             input, mean, var, self.weight, self.bias, self.training, momentum, self.eps
         )

@@ -16,7 +16,8 @@ from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.dependency import fork, join
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.recomputing import checkpointing, recomputing, versions
-from fxpipe.runtime.stage import Stage, swapped
+from fxpipe.runtime.stage import Stage
+from fxpipe.runtime.swapping import swapped
 
 
 def recomputes(stage: Stage, microbatch: int, n_microbatches: int) -> bool:

@@ -44,7 +44,10 @@ class Components:
         """A package's plan and stages with those that are a matter of the plan left out."""
         if not self.checkpoint:
             specs = [replace(stage.spec, checkpoint="never") for stage in stages]
-            stages = [replace(s, spec=spec) for s, spec in zip(stages, specs, strict=True)]
+            stages = [
+                replace(s, spec=spec, recomputes=False)
+                for s, spec in zip(stages, specs, strict=True)
+            ]
             manifest = replace(manifest, stages=tuple(specs))
         return (manifest, stages) if self.portals else relayed(manifest, stages)
 

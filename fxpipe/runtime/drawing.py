@@ -44,11 +44,14 @@ _KNOWN: WeakKeyDictionary[nn.Module, set[bool]] = WeakKeyDictionary()
 
 @contextmanager
 def drawing(
-    start: RandomStream, device: torch.device, module: nn.Module | None = None
+    start: RandomStream,
+    device: torch.device,
+    module: nn.Module | None = None,
+    whole: bool = True,
 ) -> Iterator["Draws"]:
     """Let the block's random ops draw from `start`; the mode's `end` is where they came to.
 
-    The block is a forward of `module`, if one is given.
+    The block is a forward of `module`, if one is given, or a part of one.
     """
     draws = Draws(start, device)
     if module is not None and module.training in _KNOWN.get(module, ()):
@@ -58,7 +61,7 @@ def drawing(
     learning = _Learning(draws)
     with draws, learning:
         yield draws
-    if module is not None and learning.seen == draws.count:
+    if module is not None and whole and learning.seen == draws.count:
         _KNOWN.setdefault(module, set()).add(module.training)
 
 

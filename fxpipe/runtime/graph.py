@@ -20,8 +20,9 @@ from fxpipe.runtime import stream
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.microbatch import map_nested
-from fxpipe.runtime.stage import Stage, holder_of
+from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.stream import Device, GraphRoom
+from fxpipe.runtime.swapping import holder_of
 
 # A step's loss and its inputs' gradients.
 Outcome = tuple[Tensor, list[Tensor | None]]

@@ -97,11 +97,24 @@ class OutputSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentSpec:
+    """A part of a stage that its file recomputes: the first and the last module, or op, in it."""
+
+    first: str
+    last: str
+    ops: int
+
+    def __str__(self) -> str:
+        return self.first if self.first == self.last else f"{self.first}-{self.last}"
+
+
+@dataclass(frozen=True, slots=True)
 class StageSpec:
     """One stage: its file, its ports, and what is predicted of it for one micro-batch.
 
     `parameters` and `buffers` are the names, as in the original's state, of what it holds;
     `mutated_buffers` those that forward writes; `random` says that forward draws random numbers.
+    `segments` tells what its file recomputes in backward.
     """
 
     file: str
@@ -120,6 +133,7 @@ class StageSpec:
     parameter_bytes: int
     saved_bytes: int
     received_bytes: int
+    segments: tuple[SegmentSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from torch import nn
 
 from fxpipe.runtime.pipeline import Pipeline
-from fxpipe.runtime.stage import holder_of
 from fxpipe.runtime.state import put, shell
+from fxpipe.runtime.swapping import holder_of
 
 
 def share(pipe: Pipeline, model: nn.Module) -> None:

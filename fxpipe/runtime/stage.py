@@ -2,8 +2,8 @@
 
 import linecache
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +15,8 @@ from fxpipe.runtime.drawing import drawing
 from fxpipe.runtime.mailbox import StoppedError
 from fxpipe.runtime.manifest import OutputSpec, PortSpec, StageSpec, there
 from fxpipe.runtime.random import RandomStream
+from fxpipe.runtime.recomputing import is_recomputing
+from fxpipe.runtime.segment import Forward
 
 T = TypeVar("T")
 
@@ -23,7 +25,8 @@ T = TypeVar("T")
 class Stage:
     """Stage `index` on lane `lane`, which is `device`; `path` is its file.
 
-    With `relay` its forward is that, which calls the module's.
+    With `relay` its forward is that, which calls the module's. `recomputes` lets its file say what
+    of the forward is computed again in backward.
     """
 
     index: int
@@ -33,25 +36,37 @@ class Stage:
     device: torch.device
     path: str
     relay: Callable[..., Any] | None = None
+    recomputes: bool = True
 
     def compile(self) -> None:
-        """Let torch.compile make its forward and backward faster, unless it draws random numbers.
+        """Let torch.compile make its forward and backward faster, where it would do the same.
 
-        Compiled code would draw others than the model does.
+        Compiled code would draw other random numbers than the model does, and torch's own
+        checkpoint in it could count twice what a segment counts in a buffer.
         """
-        if not self.spec.random:
+        counts = self.spec.segments and self.spec.mutated_buffers
+        if not self.spec.random and not counts:
             # Else Inductor's kernels for the CPU keep Python from the other lanes while they run.
             self.module.compile(options={"cpp_wrapper": self.device.type == "cpu"})
 
     def forward(
-        self, inputs: Sequence[Tensor], random: RandomStream | None
+        self,
+        inputs: Sequence[Tensor],
+        random: RandomStream | None,
+        again: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[tuple[Tensor, ...], RandomStream | None]:
-        """`outputs` for `inputs`, and where its random numbers end. Raises StageError."""
+        """`outputs` for `inputs`, and where its random numbers end.
+
+        In backward a segment is computed within an `again()`. Raises StageError.
+        """
         drawn = drawing(random, self.device, self.module) if random is not None else nullcontext()
         given = iter(inputs)
         arguments = [next(given) if self._there(port) else None for port in self.spec.inputs]
+        written = self.spec.mutated_buffers
         with drawn as mode:
-            returned = (self.relay or self.module)(*arguments)
+            forward = Forward(self.module, self.device, written, mode, again)
+            with forward.running(self.recomputes and not is_recomputing()):
+                returned = (self.relay or self.module)(*arguments)
         outputs = returned if isinstance(returned, tuple) else (returned,)
         fit = len(outputs) == len(self.spec.outputs) and all(
             isinstance(output, Tensor) if self._there(spec) else output is None
@@ -107,30 +122,6 @@ class Stage:
         linecache.checkcache(self.path)  # the file may have been edited since
         text = linecache.getline(self.path, lines[-1]).strip()
         return f", {self.spec.file}, line {lines[-1]}: `{text}`"
-
-
-@contextmanager
-def swapped(module: nn.Module, kind: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put `tensors` in the place of the module's `_parameters` or `_buffers` of these names."""
-    places = [(holder_of(module, name), name.rpartition(".")[2]) for name in tensors]
-    before = [getattr(holder, kind)[leaf] for holder, leaf in places]
-    for (holder, leaf), tensor in zip(places, tensors.values(), strict=True):
-        getattr(holder, kind)[leaf] = tensor
-    try:
-        yield
-    finally:
-        for (holder, leaf), tensor in zip(places, before, strict=True):
-            getattr(holder, kind)[leaf] = tensor
-
-
-def holder_of(module: nn.Module, name: str) -> nn.Module:
-    """The submodule that holds the parameter or buffer `name`."""
-    for part in name.split(".")[:-1]:
-        # Not `get_submodule`: a child may have the name of a method.
-        child = module._modules[part]
-        assert child is not None
-        module = child
-    return module
 
 
 def _described(outputs: Sequence[object]) -> str:

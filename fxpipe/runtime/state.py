@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fxpipe.runtime.batchnorm import deferred
 from fxpipe.runtime.manifest import StateSpec
-from fxpipe.runtime.stage import Stage, holder_of
+from fxpipe.runtime.stage import Stage
+from fxpipe.runtime.swapping import holder_of
 from fxpipe.runtime.ties import Tie
 
 

@@ -110,7 +110,8 @@ class Step:
         else:
             received = receive(tensors, slots)
             begins = self._begins(j, i, received, slots)
-            outputs, random = stage.forward(_arguments(stage, received), random)
+            again = partial(call.span, j, f"again {action}", RECOMPUTE)
+            outputs, random = stage.forward(_arguments(stage, received), random, again)
             del received
             self._pending[j, i] = _Pending(slots, _edges(outputs), begins)
             gradients = [output.requires_grad for output in outputs]

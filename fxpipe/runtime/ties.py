@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fxpipe.runtime.stage import Stage, swapped
+from fxpipe.runtime.stage import Stage
+from fxpipe.runtime.swapping import swapped
 
 
 @dataclass(frozen=True, slots=True)

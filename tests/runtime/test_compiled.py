@@ -64,7 +64,13 @@ def _both(folder, toy, **settings):
 @pytest.mark.usefixtures("traced_only")
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("skips", "never"), ("tied", "always"), ("normed", "except_last")],
+    [
+        ("skips", "never"),
+        ("tied", "always"),
+        ("normed", "except_last"),
+        ("skips", "segment"),
+        ("tied", "segment"),
+    ],
 )
 def test_steps_of_several_batch_sizes_equal_the_plain_models(tmp_path, name, mode):
     toy = TOYS[name]
@@ -102,6 +108,12 @@ def test_kernels_of_inductor_give_the_same(tmp_path):
 def test_a_stage_that_draws_random_numbers_is_left_as_it_is(tmp_path):
     pipe = load(write(tmp_path, NOISY), compile=True)
     assert all(stage.module._compiled_call_impl is None for stage in pipe._stages)
+
+
+def test_a_stage_that_counts_in_what_it_recomputes_is_left_as_it_is(tmp_path):
+    pipe = load(write(tmp_path, TOYS["normed"], checkpoint="segment"), compile=True)
+    compiled = [stage.module._compiled_call_impl is not None for stage in pipe._stages]
+    assert compiled == [not stage.spec.mutated_buffers for stage in pipe._stages]
 
 
 @pytest.mark.usefixtures("traced_only")

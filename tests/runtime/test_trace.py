@@ -55,7 +55,7 @@ def test_actions_of_a_lane_do_not_overlap_and_what_is_inside_one_is_within_it(tm
 def test_recomputation_and_loss_are_shown(tmp_path, mode):
     _, pipe = both(tmp_path, SKIPS, checkpoint=mode)
     events = traced(pipe, SKIPS, tmp_path / "step.json")
-    again = {"never": 0, "except_last": 3, "always": 4}[mode]
+    again = {"never": 0, "except_last": 3, "always": 4, "segment": 4}[mode]
     assert [len(row) for row in named(events, 0, ["recompute"])] == [again] * (4 if again else 0)
     assert sorted(named(events, 0, ["loss"])[0]) == [f"loss {i}" for i in range(4)]
 

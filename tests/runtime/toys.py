@@ -17,6 +17,7 @@ from fxpipe.runtime.manifest import (
     Manifest,
     OutputSpec,
     PortSpec,
+    SegmentSpec,
     StageSpec,
     StateSpec,
     TensorSpec,
@@ -25,7 +26,7 @@ from fxpipe.runtime.random import microbatch_seeds
 from fxpipe.runtime.structure import describe
 
 BATCH = 10
-MODES = ["never", "except_last", "always"]
+MODES = ["never", "except_last", "always", "segment"]
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,10 @@ def write(
     devices: tuple[int, ...] | None = None,
     table: str | None = None,
 ) -> Path:
-    """Write the toy's package; `devices` is each stage's lane, `table` stands for `schedule`'s."""
+    """Write the toy's package; `devices` is each stage's lane, `table` stands for `schedule`'s.
+
+    Where `checkpoint` is "segment", all of each stage is a part that its code recomputes.
+    """
     torch.manual_seed(0)
     model = toy.model().double()
     n = len(toy.parts)
@@ -124,6 +128,8 @@ def write(
         source += f"class Stage{j}(nn.Module):\n" + textwrap.indent(
             textwrap.dedent(part.text), "    "
         )
+        if checkpoint == "segment":
+            source = _in_a_segment(source)
         (folder / f"stage_{j}.py").write_text(source)
         scope: dict[str, type[nn.Module]] = {}
         exec(compile(source, f"stage_{j}.py", "exec"), scope)
@@ -140,7 +146,7 @@ def write(
                 f"stage_{j}.py",
                 f"Stage{j}",
                 lanes[j],
-                checkpoint,
+                "never" if checkpoint == "segment" else checkpoint,
                 part.random,
                 1,
                 tuple(
@@ -156,6 +162,7 @@ def write(
                 0,
                 0,
                 0,
+                (SegmentSpec("part", "part", 1),) if checkpoint == "segment" else (),
             )
         )
     with torch.no_grad():
@@ -205,6 +212,14 @@ def write(
         table = SCHEDULES[schedule](n, m) if devices is None else _merged(n, m, lanes)
     (folder / "schedule.csv").write_text(table)
     return folder
+
+
+def _in_a_segment(source: str) -> str:
+    """The forward as a part of its own, that a forward of the same arguments recomputes."""
+    names = ", ".join(_arguments(nn.Module, source))
+    forward = f"    def forward(self, {names}):\n        return checkpoint(self.part, {names})\n"
+    import_ = "from fxpipe.runtime.segment import checkpoint\n"
+    return f"{import_}{source.replace('def forward(', 'def part(')}\n{forward}"
 
 
 def both(folder: Path, toy: Toy, **settings: object) -> tuple[nn.Module, Pipeline]:
