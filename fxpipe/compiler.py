@@ -3,11 +3,11 @@
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fxpipe.capture import capture as capture_model
 from fxpipe.capture import flat_inputs
@@ -27,7 +27,7 @@ from fxpipe.passes.order import usual_loops
 from fxpipe.passes.partition import SOLVERS, partition
 from fxpipe.passes.portals import wire
 from fxpipe.passes.profile import profile as profile_ops
-from fxpipe.runtime.stream import Devices, parse_devices
+from fxpipe.runtime.stream import Device, Devices, parse_devices
 from fxpipe.schedule import Schedule
 
 
@@ -78,13 +78,7 @@ def compile(
             model, args, kwargs, captured = part.module, (), part.given, part.capture
     with line("profile"):
         inputs = flat_inputs(model, args, kwargs or {})
-        if profile is None:
-            profile = profile_ops(
-                captured, model, inputs, n_microbatches=microbatches, devices=lanes
-            )
-        elif isinstance(profile, str):
-            profile = analytic(captured, model, inputs, n_microbatches=microbatches, device=profile)
-        _check_profile(profile, captured, microbatches)
+        profile = _priced(captured, model, inputs, profile, microbatches, lanes)
     with line("linearize"):
         chain = linearize(captured, profile)
     with line("partition"):
@@ -106,6 +100,47 @@ def compile(
     if part is not None:
         manifest = dataclasses.replace(manifest, part=part.spec)
     return Package(manifest, captured, profile, chain, plan, wiring, files, line.seconds)
+
+
+def measure(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    devices: Devices,
+    microbatches: int,
+    profile: str | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Profile:
+    """What `compile` plans by: the costs of each op of `model` and the links between `devices`.
+
+    They are measured here, or, with `profile` such as `analytic:h100`, worked out for that device.
+    """
+    lanes = parse_devices(devices)
+    _check_costs(model, profile)
+    line = _Line(progress)
+    with line("capture"):
+        captured = capture_model(model, args, kwargs or {})
+    with line("profile"):
+        inputs = flat_inputs(model, args, kwargs or {})
+        return _priced(captured, model, inputs, profile, microbatches, lanes)
+
+
+def _priced(
+    capture: Capture,
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    profile: Profile | str | None,
+    microbatches: int,
+    devices: Sequence[Device],
+) -> Profile:
+    """The given profile if it fits, or one as asked for."""
+    if profile is None:
+        return profile_ops(capture, model, inputs, n_microbatches=microbatches, devices=devices)
+    if isinstance(profile, str):
+        return analytic(capture, model, inputs, n_microbatches=microbatches, device=profile)
+    _check_profile(profile, capture, microbatches)
+    return profile
 
 
 def _check_settings(
@@ -154,6 +189,10 @@ def _check_profile(profile: Profile, capture: Capture, microbatches: int) -> Non
             f"the profile is of another model, or of another version of it (fingerprint "
             f"{profile.fingerprint}, this model's is {capture.fingerprint}): measure it anew"
         )
+    missing = [name for name, op in capture.ops.items() if op.mode != "eval"]
+    missing = [name for name in missing if name not in profile.costs]
+    if missing:
+        raise InputError(f"the profile has no cost of {', '.join(missing[:3])}: measure it anew")
     rows = -(-capture.batch // microbatches)
     if profile.batch != rows:
         raise InputError(

@@ -103,7 +103,9 @@ def _heading(manifest: Manifest) -> str:
 
 
 def _stages(manifest: Manifest, facts: Sequence[dict[str, Any]]) -> Table:
-    table = _table("stage", "device", "ops", "parameters", "", "forward", "backward", "peak memory")
+    table = new_table(
+        "stage", "device", "ops", "parameters", "", "forward", "backward", "peak memory"
+    )
     modes = {fact["checkpoint"] for fact in facts}
     if modes != {"never"}:
         table.add_column("checkpoint")
@@ -123,7 +125,7 @@ def _stages(manifest: Manifest, facts: Sequence[dict[str, Any]]) -> Table:
 
 
 def _values(manifest: Manifest) -> Table:
-    table = _table("value", "from", "to", "shape", "bytes", "")
+    table = new_table("value", "from", "to", "shape", "bytes", "")
     table.columns[0].justify = table.columns[3].justify = "left"
     table.columns[0].overflow = "fold"
     for j, stage in enumerate(manifest.stages):
@@ -190,7 +192,7 @@ def verification_json(result: "Verification", edits: Edits) -> dict[str, Any]:
 
 def verification_table(result: "Verification", edits: Edits) -> RenderableType:
     """The largest differences of each group, files that were edited, then the verdict."""
-    table = _table("compared", "tensors", "absolute", "relative", "largest in")
+    table = new_table("compared", "tensors", "absolute", "relative", "largest in")
     table.columns[0].justify = table.columns[-1].justify = "left"
     table.columns[-1].overflow = "fold"
     for d in result.differences:
@@ -249,7 +251,8 @@ def ms_text(ms: float) -> str:
     return f"{ms:.{2 if ms < 10 else 1 if ms < 100 else 0}f} ms"
 
 
-def _table(*headings: str) -> Table:
+def new_table(*headings: str) -> Table:
+    """An empty table as all of the command's are."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading in headings:
         table.add_column(heading, justify="right")

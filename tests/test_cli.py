@@ -368,3 +368,26 @@ def test_help_comes_in_half_a_second():
 def files(folder: str) -> dict[str, str]:
     found = (path for path in Path(folder).rglob("*") if "__pycache__" not in path.parts)
     return {path.name: path.read_text() for path in found if path.is_file()}
+
+
+def test_a_profile_is_measured_on_its_own_and_compiled_from():
+    done = run("profile", write(), "--devices", 2, "-o", "costs.json", "--json")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert facts["forward_ms"] > 0
+    assert facts["links"][0]["gb_per_s"] is None
+    compiled_into("out", "--profile", "costs.json")
+    table = run("profile", write(), "--devices", 2, "-o", "a100.json", "--profile", "analytic:a100")
+    assert "300.0 GB/s" in table.stdout
+    compiled_into("other", "--profile", "a100.json")
+
+
+def test_a_profile_that_lacks_an_op():
+    done = run("profile", write(), "--devices", 2, "-o", "costs.json")
+    assert done.exit_code == 0, done.output
+    data = json.loads(Path("costs.json").read_text())
+    gone = sorted(data["costs"])[0]
+    del data["costs"][gone]
+    Path("costs.json").write_text(json.dumps(data))
+    options = ("--devices", 2, "--profile", "costs.json", "-o", "other")
+    assert f"the profile has no cost of {gone}" in refused("compile", write(), *options)

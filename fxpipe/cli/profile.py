@@ -1,0 +1,57 @@
+"""`fxpipe profile`: what a model's ops and the links between devices cost, kept in a file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fxpipe.cli.answer import Json, TargetText, answering, say
+
+
+def profile_command(
+    target: TargetText,
+    devices: Annotated[str, typer.Option(help="A count, or a list as in cuda:0,cuda:1 and cpu*4.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file to write.")],
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a training step.")] = 8,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(min=1, help="[default: twice the devices, at most the batch]"),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="analytic:DEVICE",
+            help="Work the costs out for a device such as analytic:h100 instead.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the ops of TARGET and the links between devices, for `compile --profile FILE`."""
+    with answering(as_json) as answer:
+        from fxpipe import report_profile
+        from fxpipe import target as targets
+        from fxpipe.compiler import measure
+        from fxpipe.devices import device_named
+        from fxpipe.profile_file import save_profile
+        from fxpipe.progress import Progress
+        from fxpipe.runtime.stream import parse_devices
+
+        if profile is not None:
+            device_named(profile)  # before the work rather than after it
+        used = parse_devices(devices)
+        loaded = targets.load(target)
+        inputs = loaded.inputs(batch)
+        model = loaded.build() if profile is None else loaded.build_without_memory()
+        with Progress() as progress, loaded.running(f"{type(model).__name__}.forward"):
+            found = measure(
+                model,
+                inputs.args,
+                inputs.kwargs,
+                devices=used,
+                microbatches=microbatches or min(batch, 2 * len(used)),
+                profile=profile,
+                progress=progress,
+            )
+        save_profile(found, out)
+        answer(report_profile.profile_json(found), report_profile.profile_table(found))
+        say(f"wrote {out}")
