@@ -1,6 +1,6 @@
 """A few models of the benchmarks' zoo: what stock models do, compiled and compared.
 
-`benchmarks/coverage.py` does so with all of them.
+`benchmarks/stock_models.py` does so with all of them.
 """
 
 import importlib.util

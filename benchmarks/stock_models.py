@@ -1,8 +1,8 @@
 """Which stock models go in, and whether what comes out equals them.
 
-python benchmarks/coverage.py                 run the zoo, print each model's row
-python benchmarks/coverage.py --only NAME...  of these models alone
-python benchmarks/coverage.py --write         and keep each row in benchmarks/COVERAGE.md
+python benchmarks/stock_models.py                 run the zoo, print each model's row
+python benchmarks/stock_models.py --only NAME...  of these models alone
+python benchmarks/stock_models.py --write         and keep each row in benchmarks/COVERAGE.md
 
 Each model of `zoo.py` is captured and compiled into 2 and 4 stages in a process of its own, and
 compared with the plain model in float64, in train and eval mode: outputs, gradients, buffers, at
@@ -211,7 +211,7 @@ def report(rows: list[list[str]]) -> str:
         f"{torch.get_num_threads()} threads, Python {platform.python_version()}, {versions()}. "
         f"Traced with a batch of {BATCH} in {MICROBATCHES} micro-batches, compared with one of "
         f"{OTHER_BATCH}. Seconds are of one capture and profile, two plans and two "
-        "comparisons.\nMade by `python benchmarks/coverage.py --write`.\n\n"
+        "comparisons.\nMade by `python benchmarks/stock_models.py --write`.\n\n"
         + "\n".join([line([*heads, "what failed"]), rule, *map(line, rows)])
         + "\n"
     )
