@@ -27,6 +27,7 @@ NAMES = {
     COPY: "copies to other devices",
 }
 CRITICAL = "#c8102e"
+_DEVICES = ("#440154", "#3b528b", "#21918c", "#5ec962", "#a0d63b")  # viridis
 _PALEST = 0.45  # how far the last of a device's stages goes towards white
 
 
@@ -58,7 +59,7 @@ def boxes(view: View) -> tuple[Box, ...]:
             event.lane,
             event.start_ms,
             event.end_ms,
-            _paler(COLORS[event.kind], tints[action.stage]),
+            _mixed(COLORS[event.kind], "#ffffff", tints[action.stage]),
             str(action.microbatch),
             _room(event, inside[event.name]),
         )
@@ -77,6 +78,13 @@ def kinds(view: View) -> tuple[str, ...]:
     """Those of its events, in the order of the legend."""
     found = {event.kind for event in view.events}
     return tuple(kind for kind in COLORS if kind in found)
+
+
+def line_color(lane: int, n: int) -> str:
+    """That of device `lane` of n: the further apart they are, the more these differ."""
+    place = lane / max(1, n - 1) * (len(_DEVICES) - 1)
+    k = min(int(place), len(_DEVICES) - 2)
+    return _mixed(_DEVICES[k], _DEVICES[k + 1], place - k)
 
 
 def dark(color: str) -> bool:
@@ -106,10 +114,10 @@ def _tints(view: View) -> dict[int, float]:
     }
 
 
-def _paler(color: str, share: float) -> str:
-    """The color, by that share white."""
-    mixed = (round(255 * (channel + (1 - channel) * share)) for channel in _channels(color))
-    return "#" + "".join(f"{channel:02x}" for channel in mixed)
+def _mixed(color: str, other: str, share: float) -> str:
+    """The color, that share of the way to the other."""
+    pairs = zip(_channels(color), _channels(other), strict=True)
+    return "#" + "".join(f"{round(255 * (a + (b - a) * share)):02x}" for a, b in pairs)
 
 
 def _channels(color: str) -> tuple[float, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxpipe.boxes import COLORS, CRITICAL, NAMES, Box, boxes, dark, kinds
+from fxpipe.boxes import COLORS, CRITICAL, NAMES, Box, boxes, dark, kinds, line_color
 from fxpipe.errors import InputError
 from fxpipe.report import bytes_text, ms_text
 from fxpipe.runtime.trace import COPY, RECOMPUTE
@@ -135,15 +135,13 @@ def _critical(axes: "Axes", view: View, middles: Sequence[float]) -> None:
 
 def _memory(axes: "Axes", view: View) -> None:
     """What each device holds; the legend has the most of it."""
-    from matplotlib import colormaps
-
     peaks = [max(n_bytes for _, n_bytes in changes) for changes in view.memory]
     unit, scale = next((u, s) for u, s in _UNITS if max(peaks) >= s or s == 1)
     named = range(len(peaks)) if len(peaks) <= _NAMED else [peaks.index(max(peaks))]
     for lane, changes in enumerate(view.memory):
         xs = [ms for ms, _ in changes] + [view.step_ms]
         ys = [n_bytes / scale for _, n_bytes in changes]
-        color = colormaps["viridis"](0.85 * lane / max(1, len(peaks) - 1))
+        color = line_color(lane, len(peaks))
         label = f"{lane}: peak {bytes_text(peaks[lane])}" if lane in named else None
         axes.step(xs, [*ys, ys[-1]], where="post", color=color, linewidth=1.1, label=label)
     axes.set_ylim(0, 1.06 * max(peaks) / scale)

@@ -61,6 +61,12 @@ class View:
         return max(0.0, 1 - busy / (len(self.lanes) * self.step_ms))
 
 
+def views(manifest: Manifest, trace: Path | None) -> tuple[View, ...]:
+    """The predicted step and, if there is a trace, the measured one. Raises InputError."""
+    foreseen = predicted(manifest)
+    return (foreseen,) if trace is None else (foreseen, measured(manifest, trace))
+
+
 def predicted(manifest: Manifest) -> View:
     """The step that the package was compiled for. Raises InputError if plan.json has none."""
     estimate = manifest.estimate

@@ -90,3 +90,25 @@ def test_a_bench_of_a_part_takes_no_target(tmp_path):
     (tmp_path / "out/plan.json").write_text(json.dumps({**plan, "part": part}))
     assert "leave TARGET out" in refused("bench", tmp_path / "out", "net.py")
     assert run("bench", tmp_path / "out", "--steps", 1).exit_code == 0
+
+
+@pytest.mark.parametrize("options", [(), ("--trace", "step.json")])
+def test_report_is_a_page(options):
+    result = run("report", "out", "-o", "report.html", *options)
+    assert result.exit_code == 0, result.output
+    text = Path("report.html").read_text()
+    assert text.startswith("<!DOCTYPE html>")
+    assert ("measured: " in text) == bool(options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("out", "-o", "report.pdf"), "report.pdf must end in .html"),
+        ((".", "-o", "report.html"), "is no package of fxpipe"),
+        (("out", "-o", "no/report.html"), "no/report.html"),
+        (("out", "-o", "report.html", "--trace", "net.py"), "net.py is no trace of a step"),
+    ],
+)
+def test_report_refuses_with_one_message(arguments, expected):
+    assert expected in refused("report", *arguments)

@@ -46,7 +46,7 @@ def test_wheel_has_one_top_level_package_and_every_source(wheel):
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"fxpipe"}
     for folder, prefix in (("fxpipe", ""), ("passes", "fxpipe/"), ("codegen", "fxpipe/")):
-        for pattern in ("*.py", "*.j2", "py.typed"):
+        for pattern in ("*.py", "*.j2", "*.js", "py.typed"):
             for path in (ROOT / folder).rglob(pattern):
                 assert prefix + path.relative_to(ROOT).as_posix() in names
     assert any(name.endswith(".j2") for name in names)

@@ -9,7 +9,7 @@ import typer
 from fxpipe.cli.check import inspect_command, verify_command
 from fxpipe.cli.compile import compile_command
 from fxpipe.cli.profile import profile_command
-from fxpipe.cli.views import bench_command, timeline_command
+from fxpipe.cli.views import bench_command, report_command, timeline_command
 
 app = typer.Typer(
     add_completion=False,
@@ -24,6 +24,7 @@ app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)
 app.command("timeline")(timeline_command)
 app.command("bench")(bench_command)
+app.command("report")(report_command)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`fxpipe timeline` and `fxpipe bench`: a package's step as predicted, and as it ran."""
+"""`fxpipe timeline`, `bench` and `report`: a package's step as predicted, and as it ran."""
 
 from pathlib import Path
 from typing import Annotated
@@ -31,9 +31,7 @@ def timeline_command(
         if picture.suffix not in (".svg", ".png", ".json"):
             raise InputError(f"{picture} must end in .svg, .png or .json, which is what is written")
         manifest = read(out)
-        views = [view.predicted(manifest)]
-        if trace is not None:
-            views.append(view.measured(manifest, trace))
+        views = view.views(manifest, trace)
         if picture.suffix == ".json":
             measured = [event for found in views[1:] for event in found.events]
             write(picture, manifest.devices, manifest.estimate, measured)
@@ -69,3 +67,23 @@ def bench_command(
         answer({**facts, "notes": list(found.notes)}, comparison_table(found.figures))
         for note in found.notes:
             say(note)
+
+
+def report_command(
+    out: Out,
+    page: Annotated[Path, typer.Option("--out", "-o", help="The page to write, an .html.")],
+    trace: TraceFile = None,
+) -> None:
+    """Write a page that shows a package: stages, cuts, its step, memory, predictions."""
+    with answering(as_json=False):
+        from fxpipe import page as pages
+        from fxpipe import view
+        from fxpipe.edits import edits
+        from fxpipe.runtime.package import read
+
+        if page.suffix != ".html":
+            raise InputError(f"{page} must end in .html, which is what is written")
+        manifest = read(out)
+        views = view.views(manifest, trace)
+        page.write_text(pages.page(manifest, edits(out), views), encoding="utf-8")
+        say(f"wrote {page}")
