@@ -115,15 +115,16 @@ def test_imports_point_one_way(name, file):
 def passes_that_may_be_imported_by(name: str) -> tuple[str, ...]:
     """Passes stand alone; only orders and partitioning are families.
 
-    Partitioning has a simulator and orders to price.
+    Both have a simulator, and partitioning has orders to price.
     """
+    simulator = ("fxpipe.passes.simulate", "fxpipe.passes.simulate_kernel")
+    orders = tuple(other for other in KNOWN if other.startswith("fxpipe.passes.order"))
     if name.startswith("fxpipe.passes.order"):
-        return tuple(other for other in KNOWN if other.startswith("fxpipe.passes.order"))
+        return (*orders, *simulator)
     if name.startswith("fxpipe.passes.partition"):
-        family = {other for other in KNOWN if other.startswith("fxpipe.passes.partition")}
-        needed = ("simulate", "simulate_kernel", "order", "checkpoints")
-        return (*family, *(f"fxpipe.passes.{part}" for part in needed))
-    return ("fxpipe.passes.simulate_kernel",) if name == "fxpipe.passes.simulate" else ()
+        family = (other for other in KNOWN if other.startswith("fxpipe.passes.partition"))
+        return (*family, *orders, *simulator, "fxpipe.passes.checkpoints")
+    return simulator if name == "fxpipe.passes.simulate" else ()
 
 
 def test_runtime_imports_no_more_than_torch_and_safetensors():

@@ -1,0 +1,99 @@
+"""The order of actions by OR-Tools CP-SAT: the shortest step of given stages, with a lower bound.
+
+The bound holds for each order of the same stages on the same devices: the model is a relaxation of
+the simulator (order_model.py). The answer is judged by the simulator, as all others are.
+"""
+
+from math import ceil
+
+from fxpipe.passes.order_model import PARTS, OrderModel
+from fxpipe.passes.order_problem import OrderProblem
+from fxpipe.schedule import Action, Kind, Schedule
+
+# Rounding down loses less than this share of the step for each action on the critical path. With
+# ten times as many, small problems take several times as long.
+_UNITS_PER_STEP = 10**4
+# OR-Tools counts 0.3 to 0.8 units of work in a second of one core; the rest is for a busy machine.
+_WORK_PER_SECOND = 0.2
+# How often an order is sought again that the simulator finds too large.
+_TRIES = 4
+
+
+def solve(
+    problem: OrderProblem, *, hint: Schedule, seed: int, time_limit_s: float, n_workers: int = 1
+) -> tuple[Schedule, float]:
+    """The best order found, `hint` or a better one, and a lower bound in ms on the step of any.
+
+    Where the simulator finds the model's order too large, because messages don't wait for room
+    there, it is solved again with as much less room. With the same `seed` and `n_workers` the
+    answer is the same: the search is stopped by OR-Tools' own count of work, and the limit in
+    seconds only guards it.
+    """
+    from ortools.sat.python import cp_model
+
+    best = hint
+    over, hint_ms = problem.rank(hint)
+    bound_ms = problem.least_step_ms()
+    unit_ms = _unit_ms(problem, hint_ms)
+    # An order that fits may take longer than a hint that doesn't.
+    horizon = ceil(hint_ms / unit_ms) * (20 if over else 1)
+    spare = (0,) * len(problem.capacity_bytes)
+    work, seconds = _WORK_PER_SECOND * time_limit_s, time_limit_s
+    for k in range(_TRIES):
+        over, step_ms = problem.rank(best)
+        if (not over and bound_ms >= step_ms * (1 - 1e-9)) or work <= 0 or seconds <= 0:
+            break
+        model = OrderModel(problem, spare, unit_ms, horizon)
+        model.hint(hint)
+        solver = cp_model.CpSolver()
+        # Else OR-Tools puts its own handler, then the default one, in the place of Python's: from
+        # then on Ctrl-C would kill the process.
+        solver.parameters.catch_sigint_signal = False
+        solver.parameters.num_workers = n_workers
+        solver.parameters.interleave_search = n_workers > 1
+        solver.parameters.random_seed = seed
+        solver.parameters.max_deterministic_time = work
+        solver.parameters.max_time_in_seconds = seconds
+        status = solver.solve(model.model)
+        work -= solver.deterministic_time
+        seconds -= solver.wall_time
+        if k == 0 and status != cp_model.INFEASIBLE:
+            bound_ms = max(bound_ms, solver.best_objective_bound * unit_ms * (1 - 1e-9))
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            break
+        found = model.order(solver)
+        best = min(best, found, key=problem.rank)
+        lacking = problem.over(found)
+        if not any(lacking):
+            break
+        spare = tuple(a + b for a, b in zip(spare, lacking, strict=True))
+    best = whole(problem, best)
+    over, step_ms = problem.rank(best)
+    return best, bound_ms if over else min(bound_ms, step_ms)
+
+
+def _unit_ms(problem: OrderProblem, step_ms: float) -> float:
+    """A part of the shortest action, so that nothing is rounded where all take equally long."""
+    actions = (
+        problem.action_ms(Action(j, kind, 0)) for j in range(len(problem.stages)) for kind in PARTS
+    )
+    shortest = min((ms for ms in actions if ms), default=1.0)
+    return shortest / ceil(shortest * _UNITS_PER_STEP / step_ms) if step_ms else 1.0
+
+
+def whole(problem: OrderProblem, schedule: Schedule) -> Schedule:
+    """The same order with I and W as one B, where W comes next and the step gets no longer."""
+    best = problem.rank(schedule)
+    for device in range(len(schedule.rows)):
+        place = 0
+        while place + 1 < len(row := schedule.rows[device]):
+            first, second = row[place : place + 2]
+            if second == Action(first.stage, Kind.WEIGHT, first.microbatch):
+                both = Action(first.stage, Kind.BACKWARD, first.microbatch)
+                rows = list(schedule.rows)
+                rows[device] = (*row[:place], both, *row[place + 2 :])
+                merged = Schedule(tuple(rows))
+                if (rank := problem.rank(merged)) <= best:
+                    schedule, best = merged, rank
+            place += 1
+    return schedule

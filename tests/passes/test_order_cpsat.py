@@ -1,0 +1,138 @@
+"""CP-SAT's own order of actions: the best there is, in the memory there is."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, product
+from random import Random
+
+import pytest
+
+from fxpipe.ir import Link, Network
+from fxpipe.passes import order
+from fxpipe.passes.order_cpsat import solve, whole
+from fxpipe.passes.order_problem import OrderProblem
+from fxpipe.passes.simulate import Message, StageCost
+from fxpipe.schedule import Action, Kind, Schedule, clock_order
+from fxpipe.schedule_check import check
+
+FREE = Network(Link(latency_ms=0.0, bytes_per_ms=float("inf")))
+
+
+def uniform(p: int, m: int, in_flight: int) -> OrderProblem:
+    """F, I and W take 10 ms each on one stage a device, which holds so many micro-batches."""
+    cost = StageCost(10.0, 20.0, saved_bytes=100, weight_gradient_ms=10.0)
+    never = ((False,) * m,) * p
+    return OrderProblem((cost,) * p, (), FREE, tuple(range(p)), (100 * in_flight,) * p, never)
+
+
+def uneven(random: Random, n_bytes: int, capacity_bytes: int = 1000) -> OrderProblem:
+    """Two stages on two devices, two micro-batches, messages of so many bytes."""
+    stages = []
+    for _ in range(2):
+        forward_ms, input_ms, weight_ms = (random.randint(1, 9) for _ in range(3))
+        stages.append(
+            StageCost(
+                forward_ms,
+                input_ms + weight_ms,
+                saved_bytes=random.randint(10, 20),
+                workspace_bytes=random.randint(0, 5),
+                weight_gradient_ms=weight_ms,
+            )
+        )
+    network = Network(Link(latency_ms=0.5, bytes_per_ms=2.0)) if n_bytes else FREE
+    return OrderProblem(
+        tuple(stages),
+        (Message(0, 1, n_bytes, n_bytes),) if n_bytes else (),
+        network,
+        (0, 1),
+        (capacity_bytes,) * 2,
+        ((False, False),) * 2,
+    )
+
+
+def rows(stage: int) -> Iterator[tuple[Action, ...]]:
+    """Each order of F, I and W of two micro-batches."""
+    for places in combinations(range(6), 3):
+        queues = [iter([Action(stage, Kind(kind), i) for kind in "FIW"]) for i in range(2)]
+        yield tuple(next(queues[k not in places]) for k in range(6))
+
+
+def best_of_all(problem: OrderProblem) -> tuple[int, float]:
+    """Bytes over, and step, of the best order there is."""
+    tables = (Schedule(both) for both in product(rows(0), rows(1)))
+    return min(problem.rank(table) for table in tables if len(clock_order(table)) == 12)
+
+
+@pytest.mark.parametrize("hint", ["1f1b", "zb-h1"])
+def test_a_step_of_270_in_the_memory_of_1f1b(hint: str) -> None:
+    problem = uniform(4, 8, in_flight=4)
+    found, bound_ms = solve(problem, hint=order.build(hint, 4, 8), seed=0, time_limit_s=60)
+    check(found, problem.devices, 8)
+    assert problem.rank(found) == (0, 270.0)
+    assert bound_ms == 270.0
+
+
+@pytest.mark.parametrize("n_bytes", [0, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_order_is_better(seed: int, n_bytes: int) -> None:
+    problem = uneven(Random(seed), n_bytes)
+    found, bound_ms = solve(problem, hint=order.build("gpipe", 2, 2), seed=0, time_limit_s=60)
+    best = best_of_all(problem)
+    assert problem.rank(found) == best
+    assert best[1] * (1 - 1e-2) <= bound_ms <= best[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_order_is_better_where_only_one_micro_batch_fits(seed: int) -> None:
+    problem = uneven(Random(seed), 0, capacity_bytes=25)
+    hint = order.build("gpipe", 2, 2)  # more than fits
+    found, bound_ms = solve(problem, hint=hint, seed=0, time_limit_s=60)
+    best = best_of_all(problem)
+    assert problem.rank(hint) > (0, 1000.0)
+    assert problem.rank(found) == best
+    assert bound_ms <= best[1]
+
+
+def test_the_answer_is_the_same_again() -> None:
+    problem = uniform(3, 4, in_flight=2)
+    hint = order.build("gpipe", 3, 4)
+    first, second = (solve(problem, hint=hint, seed=1, time_limit_s=60) for _ in range(2))
+    assert first == second
+    assert problem.rank(first[0])[0] == 0
+
+
+def test_what_is_recomputed_is_saved_late_and_takes_longer() -> None:
+    problem = replace(uniform(2, 4, in_flight=1), recompute=((True,) * 4, (False,) * 4))
+    hint = order.build("gpipe", 2, 4)
+    found, bound_ms = solve(problem, hint=hint, seed=0, time_limit_s=60)
+    over, step_ms = problem.rank(found)
+    assert (over, step_ms) == (0, bound_ms)
+    assert [a.microbatch for a in found.rows[1] if a.kind is Kind.FORWARD] == [0, 1, 2, 3]
+
+
+def test_stages_in_the_shape_of_a_v_go_as_fast_as_zb_v() -> None:
+    cost = StageCost(5.0, 10.0, saved_bytes=50, weight_gradient_ms=5.0)
+    v = order.build("zb-v", 2, 4, 2)
+    problem = OrderProblem(
+        (cost,) * 4, (), FREE, v.stage_to_device, (200, 200), ((False,) * 4,) * 4
+    )
+    serial = Schedule(
+        tuple(
+            tuple(
+                Action(j, kind, i)
+                for i in range(4)
+                for kind, stages in ((Kind.FORWARD, held), (Kind.BACKWARD, held[::-1]))
+                for j in stages
+            )
+            for held in ((0, 3), (1, 2))
+        )
+    )
+    found, bound_ms = solve(problem, hint=serial, seed=0, time_limit_s=60)
+    assert problem.rank(found) == problem.rank(v) == (0, 125.0)
+    assert bound_ms == 125.0
+
+
+def test_a_backward_is_whole_where_that_costs_nothing() -> None:
+    problem = uniform(2, 2, in_flight=2)
+    halved = Schedule.from_csv("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n")
+    assert whole(problem, halved).to_csv() == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1I1,1W1\n"
