@@ -43,6 +43,7 @@ def emit(
     wiring: Wiring,
     *,
     devices: tuple[str, ...],
+    capacity_bytes: tuple[int, ...],
 ) -> tuple[Manifest, PackageFiles]:
     """Write all files in memory. Equal arguments give equal bytes."""
     n = len(wiring.stages)
@@ -78,7 +79,7 @@ def emit(
         )
     files = _formatted(files)
     files["schedule.csv"] = plan.schedule.to_csv()
-    manifest = _manifest(capture, profile, plan, wiring, made, devices)
+    manifest = _manifest(capture, profile, plan, wiring, made, devices, capacity_bytes)
     return manifest, PackageFiles(files, _buffers(capture, made))
 
 
@@ -118,6 +119,7 @@ def _manifest(
     wiring: Wiring,
     made: Sequence[StageFile],
     devices: tuple[str, ...],
+    capacity_bytes: tuple[int, ...],
 ) -> Manifest:
     stages = enumerate(zip(wiring.stages, made, strict=True))
     maker = {value: j for j, stage in enumerate(wiring.stages) for value in stage.outputs}
@@ -155,6 +157,7 @@ def _manifest(
             timeline_of(plan.schedule, plan.estimate.spans),
             memory_of(plan.estimate.memory),
             tuple(map(str, plan.estimate.critical)),
+            capacity_bytes,
         ),
         solver=plan.solver,
         gap=plan.gap,

@@ -96,14 +96,18 @@ def chart(views: Sequence[View]) -> Chart:
     if views[0].memory:
         labels.append(Label(y + _TITLE / 2, "predicted memory", heading=True))
         y += _TITLE
+        most = max((*views[0].peaks, *views[0].limits))
         n, memory = len(views[0].lanes), max(_MEMORY, _KEY * len(views[0].lanes))
         lines.append(Line(_points([(0, y + memory), (width, y + memory)]), "#bbbbbb", "0 B"))
-        peaks = [max(n_bytes for _, n_bytes in changes) for changes in views[0].memory]
-        for lane, (changes, peak) in enumerate(zip(views[0].memory, peaks, strict=True)):
+        for capacity in views[0].limits:
+            at = y + memory * (1 - capacity / most)
+            tip = f"capacity: {bytes_text(capacity)}"
+            lines.append(Line(_points([(0, at), (width, at)]), "#555555", tip))
+        for lane, (changes, peak) in enumerate(zip(views[0].memory, views[0].peaks, strict=True)):
             text, color = f"{lane}: {bytes_text(peak)}", line_color(lane, n)
             labels.append(Label(y + _KEY * (lane + 0.5), text, color))
             held = [*changes, (views[0].step_ms, changes[-1][1])]
-            heights = [(ms, y + memory * (1 - n_bytes / max(peaks))) for ms, n_bytes in held]
+            heights = [(ms, y + memory * (1 - n_bytes / most)) for ms, n_bytes in held]
             lines.append(Line(_stairs(heights), color, f"device {text}"))
         y += memory
     return Chart(width, y + _GAP, tuple(rectangles), tuple(numbers), tuple(lines), tuple(labels))

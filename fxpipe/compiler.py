@@ -81,6 +81,7 @@ def compile(
         profile = _priced(captured, model, inputs, profile, microbatches, lanes)
     with line("linearize"):
         chain = linearize(captured, profile)
+    capacity_bytes = (profile.capacity_bytes,) * len(lanes)
     with line("partition"):
         plan = partition(
             chain,
@@ -90,13 +91,20 @@ def compile(
             schedule=schedule,
             checkpoint=CheckpointMode(checkpoint),
             network=profile.network,
-            capacity_bytes=(profile.capacity_bytes,) * len(lanes),
+            capacity_bytes=capacity_bytes,
             solver=solver,
         )
     with line("portals"):
         wiring = wire(captured, chain, plan)
     with line("emit"):
-        manifest, files = emit(captured, profile, plan, wiring, devices=tuple(map(str, lanes)))
+        manifest, files = emit(
+            captured,
+            profile,
+            plan,
+            wiring,
+            devices=tuple(map(str, lanes)),
+            capacity_bytes=capacity_bytes,
+        )
     if part is not None:
         manifest = dataclasses.replace(manifest, part=part.spec)
     return Package(manifest, captured, profile, chain, plan, wiring, files, line.seconds)

@@ -240,8 +240,8 @@ class Estimate:
     """What the simulator predicts of one training step.
 
     `spans` has the shape of the schedule's rows: when each action begins and ends, in ms. `memory`
-    is what each device holds over time: (ms, bytes) after each change. `critical` are the actions
-    that the step's length hangs on, in order of time.
+    is what each device holds over time: (ms, bytes) at first and after each change. `critical` are
+    the actions that the step's length hangs on, in order of time.
     """
 
     step_ms: float

@@ -135,7 +135,7 @@ def _critical(axes: "Axes", view: View, middles: Sequence[float]) -> None:
 
 def _memory(axes: "Axes", view: View) -> None:
     """What each device holds; the legend has the most of it."""
-    peaks = [max(n_bytes for _, n_bytes in changes) for changes in view.memory]
+    peaks = view.peaks
     unit, scale = next((u, s) for u, s in _UNITS if max(peaks) >= s or s == 1)
     named = range(len(peaks)) if len(peaks) <= _NAMED else [peaks.index(max(peaks))]
     for lane, changes in enumerate(view.memory):
@@ -144,7 +144,10 @@ def _memory(axes: "Axes", view: View) -> None:
         color = line_color(lane, len(peaks))
         label = f"{lane}: peak {bytes_text(peaks[lane])}" if lane in named else None
         axes.step(xs, [*ys, ys[-1]], where="post", color=color, linewidth=1.1, label=label)
-    axes.set_ylim(0, 1.06 * max(peaks) / scale)
+    for capacity in view.limits:
+        axes.axhline(capacity / scale, color="#555555", linewidth=0.9, linestyle=(0, (1, 1.5)))
+        axes.text(0, capacity / scale, "capacity", fontsize=_SMALL, va="bottom", color="#555555")
+    axes.set_ylim(0, 1.06 * max((*peaks, *view.limits)) / scale)
     axes.set_ylabel(f"predicted memory ({unit})", fontsize=_SMALL)
     axes.tick_params(labelsize=_SMALL)
     axes.spines[["top", "right"]].set_visible(False)

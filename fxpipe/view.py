@@ -14,6 +14,7 @@ from fxpipe.schedule import Action, Kind
 
 # The timeline is kept to a thousandth of a ms: two roundings, for each of two actions.
 _ROUNDING_MS = 0.002
+_NEAR = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,8 @@ class View:
     """One step. `events` are actions, and what is done inside of them: recomputation and losses.
 
     `lanes` are the devices by name; `memory` is what each holds, (ms, bytes) from then on, and
-    `critical` the actions that the step's length hangs on, in order of time, where they are known.
+    `critical` the actions that the step's length hangs on, in order of time, where they are known,
+    as is `capacity_bytes`, what each device has room for.
     """
 
     title: str
@@ -29,11 +31,23 @@ class View:
     events: tuple[Event, ...]
     memory: tuple[tuple[tuple[float, int], ...], ...] = ()
     critical: tuple[str, ...] = ()
+    capacity_bytes: tuple[int, ...] = ()
 
     @property
     def step_ms(self) -> float:
         """When the last action ends."""
         return max((event.end_ms for event in self.events), default=0.0)
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """The most that each device holds, where memory is known."""
+        return tuple(max(n_bytes for _, n_bytes in changes) for changes in self.memory)
+
+    @property
+    def limits(self) -> tuple[int, ...]:
+        """The capacities of devices that are not far above all that is held."""
+        near = _NEAR * max(self.peaks, default=0)
+        return tuple(sorted({capacity for capacity in self.capacity_bytes if capacity <= near}))
 
     @property
     def actions(self) -> tuple[tuple[Action, Event], ...]:
@@ -80,6 +94,7 @@ def predicted(manifest: Manifest) -> View:
         # Of changes at one moment the last: what is let go of comes before what is taken.
         tuple(tuple(dict(changes).items()) for changes in trace.held(estimate.memory)),
         estimate.critical,
+        estimate.capacity_bytes,
     )
 
 

@@ -164,10 +164,12 @@ def simulate(
     )
     if len(ran[0]) < count:
         check(schedule, tuple(device_of), m)
-    return _simulation(schedule, ran, record)
+    return _simulation(schedule, given.at_rest, ran, record)
 
 
-def _simulation(schedule: Schedule, ran: Sequence[NDArray[Any]], record: bool) -> Simulation:
+def _simulation(
+    schedule: Schedule, at_rest: _Ints, ran: Sequence[NDArray[Any]], record: bool
+) -> Simulation:
     devices, _, _, _, starts, ends, waited_for, peak, peak_at, log_device, log_ms, log_bytes = ran
     # A device starts its actions in its row's order.
     by_row = np.argsort(devices, kind="stable")
@@ -187,8 +189,11 @@ def _simulation(schedule: Schedule, ran: Sequence[NDArray[Any]], record: bool) -
         ends=ends[by_row],
         waited_for=place[waited_for[by_row]],
         memory=tuple(
-            tuple(zip(log_ms[of].tolist(), log_bytes[of].tolist(), strict=True))
-            for of in (log_device == device for device in range(n_devices if record else 0))
+            ((0.0, held), *zip(log_ms[of].tolist(), log_bytes[of].tolist(), strict=True))
+            for held, of in (
+                (int(at_rest[device]), log_device == device)
+                for device in range(n_devices if record else 0)
+            )
         ),
     )
 

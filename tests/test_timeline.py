@@ -2,12 +2,14 @@
 
 import re
 import sys
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 from plans import stepped
 
 from fxpipe import timeline, view
+from fxpipe.chart import chart
 from fxpipe.errors import InputError
 from fxpipe.runtime.trace import Event
 from fxpipe.view import View
@@ -44,6 +46,17 @@ def test_equal_steps_give_equal_pictures(tmp_path):
         one, two = (tmp_path / f"{name}.{suffix}" for name in ("one", "two"))
         assert one.read_bytes() == two.read_bytes()
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_capacity_is_drawn_where_it_is_near(tmp_path):
+    plan = stepped()
+    for capacity, drawn in ((4, True), (2**30, False)):
+        estimate = replace(plan.estimate, capacity_bytes=(capacity,) * 2)
+        seen = view.predicted(replace(plan, estimate=estimate))
+        timeline.draw([seen], tmp_path / "step.svg")
+        assert ("capacity" in texts(tmp_path / "step.svg")) == drawn
+        tips = [line.tip for line in chart([seen]).lines]
+        assert ("capacity: 4 B" in tips) == drawn
 
 
 def test_what_is_not_known_is_left_out(tmp_path):

@@ -1,5 +1,6 @@
 """A step is looked at as plan.json has it, or as a trace of this very package has it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,10 @@ def test_stages_of_one_device_differ_in_shade():
 
 def test_the_legend_has_what_is_there():
     assert kinds(view.predicted(stepped())) == ("F", "B", "I", "W", "recompute")
+
+
+def test_capacities_that_are_near_are_limits():
+    plan = stepped()
+    estimate = replace(plan.estimate, capacity_bytes=(4, 2**30))
+    assert view.predicted(replace(plan, estimate=estimate)).limits == (4,)
+    assert view.predicted(plan).limits == ()

@@ -153,7 +153,8 @@ class EstimateSpec:
     `timeline` has a row per device, of cells like `0F3 1.5 2.25`: an action of the schedule that
     the package was compiled with, and when it begins and ends, in ms. `memory` has one too, of
     what the device holds from when on, `0.0 1024;1.5 2048`, in ms and bytes. `critical` are the
-    actions that the step's length hangs on, in order of time.
+    actions that the step's length hangs on, in order of time. `capacity_bytes` is what each device
+    has room for.
     """
 
     step_ms: float
@@ -162,6 +163,7 @@ class EstimateSpec:
     timeline: tuple[str, ...] = ()
     memory: tuple[str, ...] = ()
     critical: tuple[str, ...] = ()
+    capacity_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,15 @@ def predicted(timeline: Sequence[str]) -> list[Event]:
 
 
 def memory_of(memory: Iterable[Iterable[tuple[float, int]]]) -> tuple[str, ...]:
-    """What each device holds from when on, as plan.json keeps it."""
-    return tuple(";".join(f"{ms:.3f} {n_bytes}" for ms, n_bytes in held) for held in memory)
+    """What each device holds from when on, as plan.json keeps it: only where it differs."""
+    return tuple(
+        ";".join(f"{next(same)[0]:.3f} {n_bytes}" for n_bytes, same in groupby(held, _bytes))
+        for held in memory
+    )
+
+
+def _bytes(change: tuple[float, int]) -> int:
+    return change[1]
 
 
 def held(memory: Sequence[str]) -> list[list[tuple[float, int]]]:

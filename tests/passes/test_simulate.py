@@ -231,3 +231,11 @@ def test_the_loop_runs_without_machine_code_too() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout == "12.0 (2, 1) 0F0 1F0 1B0 1F1 1B1 1F2 1B2 0B2\n"
+
+
+def test_memory_is_told_from_what_is_held_at_rest() -> None:
+    stages = [StageCost(1.0, 2.0, static_bytes=10 * (j + 1), saved_bytes=5) for j in range(2)]
+    simulation = simulate(order.gpipe(2, 1), stages, [], FREE, [[False]] * 2)
+
+    assert [changes[0] for changes in simulation.memory] == [(0.0, 10), (0.0, 20)]
+    assert [changes[-1] for changes in simulation.memory] == [(6.0, 10), (4.0, 20)]

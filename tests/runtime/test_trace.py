@@ -90,7 +90,7 @@ def test_the_prediction_stands_beside(tmp_path):
     spans = [[(0.0, 1.0), (3.25, 4.5)], [(1.0, 2.0), (2.0, 3.25)]]
     timeline = timeline_of(schedule, spans)
     assert timeline == ("0F0 0.000 1.000, 0B0 3.250 4.500", "1F0 1.000 2.000, 1B0 2.000 3.250")
-    memory = memory_of([[(0.0, 8), (1.0, 24)], [(1.0, 16)]])
+    memory = memory_of([[(0.0, 8), (0.5, 8), (1.0, 24)], [(1.0, 16)]])
     assert memory == ("0.000 8;1.000 24", "1.000 16")
     estimate = EstimateSpec(4.5, 0.0, (24, 16), timeline, memory, ("0F0", "1B0"))
     write(tmp_path / "t.json", ["cpu", "cpu"], estimate, [Event(0, "0F0", "F", 0.5, 1.5)])
