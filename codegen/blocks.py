@@ -15,13 +15,13 @@ import keyword
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
 
 from fxpipe.codegen.block import Block, Design, design, varying
-from fxpipe.codegen.calls import Call, call_tree, op_counts
+from fxpipe.codegen.calls import SEGMENT, Call, call_tree, op_counts
 from fxpipe.codegen.class_names import class_names
 from fxpipe.codegen.growing import grow_lists
 from fxpipe.codegen.loops import LOOP, called_modules, fold_loops, item_of
@@ -29,6 +29,7 @@ from fxpipe.codegen.made import Made, dtypes_within, made_of_stock
 from fxpipe.codegen.names import CALLED, called_values
 from fxpipe.codegen.parts import Facts, OutsideError, Part, find_slots
 from fxpipe.codegen.scope import Scope
+from fxpipe.codegen.segments import mark, set_apart
 from fxpipe.codegen.wording import assigned_word
 from fxpipe.interpret import MODE
 from fxpipe.ir import Capture, Wiring
@@ -66,6 +67,7 @@ class _Rolling:
     def __init__(self, capture: Capture, wiring: Wiring) -> None:
         self.capture, self.wiring = capture, wiring
         self.graph, nodes = _copy(capture)
+        mark(wiring, nodes)
         ops = [[nodes[name] for name in stage.ops] for stage in wiring.stages]
         totals = op_counts(node for stage in ops for node in stage)
         self.trees = [call_tree(stage, j, totals) for j, stage in enumerate(ops)]
@@ -107,14 +109,40 @@ class _Rolling:
         outputs: tuple[str, ...],
         called: Mapping[str, str],
     ) -> Scope:
-        nodes = fold_loops(grow_lists(tree.nodes()), self.made, self.wanted)
+        values = {node.name: node for node in self.graph.nodes}
+        given = [values[name] for name in inputs if self.capture.mode(name) == "both"]
+        nodes, methods = set_apart(tree.nodes(), self.facts, self.wanted, given)
+        nodes = fold_loops(grow_lists(nodes), self.made, self.wanted)
         collected = [node.name for node in nodes if node.target is item_of]
         outputs = (
             *(name for name in outputs if name not in collected),
             *(name for name in collected if name in outputs),
         )
+        every = [*nodes, *(node for method in methods for node in method.nodes)]
+        made = {path: self.made[path] for node in every for path in called_modules(node)}
+        scopes = {}
+        for method in methods:
+            always = method.mode is not None  # it is called in that mode alone
+            for node in method.nodes:
+                node.meta.update({MODE: None} if always else {})
+            scopes[method.name] = self._scope(
+                method.nodes, method.inputs, method.outputs, made, called, always
+            )
+        scope = self._scope(nodes, inputs, outputs, made, called)
+        return replace(scope, methods=scopes)
+
+    def _scope(
+        self,
+        nodes: Sequence[fx.Node],
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        made: Mapping[str, Made],
+        called: Mapping[str, str],
+        always: bool = False,
+    ) -> Scope:
         specs = self.capture.specs
-        modes = {v: m for v in (*inputs, *outputs) if (m := self.capture.mode(v)) != "both"}
+        crossing = () if always else (*inputs, *outputs)
+        modes = {v: m for v in crossing if (m := self.capture.mode(v)) != "both"}
         sizes = local_sizes(specs[v] for v in inputs if v not in modes)
         values = (*inputs, *(node.name for node in nodes), *outputs)
         read = [used.name for node in nodes for used in node.all_input_nodes]
@@ -128,7 +156,7 @@ class _Rolling:
             nodes=tuple(nodes),
             inputs=inputs,
             outputs=outputs,
-            made={path: self.made[path] for node in nodes for path in called_modules(node)},
+            made=made,
             tree=self.capture.tree,
             state=self.capture.state,
             shapes={},
@@ -322,6 +350,7 @@ class _Rolling:
         meta["frames"] = frames[: frames.index(line) + 1] if line in frames else ()
         mode, region = call.mode(), call.region()
         meta |= {} if mode is None else {MODE: mode}
+        meta |= {SEGMENT: first.meta[SEGMENT]} if SEGMENT in first.meta else {}
         return meta | ({} if region is None else {REGION: region})
 
     def _class_name(self, kind: type[nn.Module], paths: Sequence[str], scope: Scope) -> str:

@@ -17,8 +17,8 @@ from torch import fx, nn
 
 from fxpipe.codegen.comments import WIDTH, Comments, Line
 from fxpipe.codegen.growing import new_list
-from fxpipe.codegen.lines import Writer, is_statement
-from fxpipe.codegen.loops import LOOP, Loop, item_of
+from fxpipe.codegen.lines import Writer, called, is_statement
+from fxpipe.codegen.loops import CHECKPOINT, LOOP, Loop, item_of
 from fxpipe.codegen.names import Containers, is_free, path
 from fxpipe.codegen.scope import Scope
 from fxpipe.interpret import MODE
@@ -27,9 +27,13 @@ from fxpipe.regions import PLAIN, REGION, Region
 
 @dataclass(slots=True)
 class Body:
-    """Writes the ops of one class; `names` are the variables of its values."""
+    """Writes the ops of one method; `names` are the variables of its values.
+
+    `every` op of the class is known.
+    """
 
     scope: Scope
+    every: Sequence[fx.Node]
     names: Mapping[str, str]
     containers: Containers
     comments: Comments
@@ -145,7 +149,8 @@ class Body:
         So ops are run in the order of the graph, and random numbers drawn in it.
         """
         alone = uses[node.name] == 1 and list(reads(after)).count(node) == 1
-        if not alone or is_statement(node) or is_statement(after) or LOOP in after.meta:
+        apart = LOOP in after.meta or CHECKPOINT in node.meta
+        if not alone or is_statement(node) or is_statement(after) or apart:
             return False
         folded = dict(self._folded)
         self._folded[node] = writer.expression(node)
@@ -193,7 +198,7 @@ class Body:
             if variables[result] == "_":
                 variables[result] = f"each_{name.removeprefix('all_')}"
             yield Line(f"{self._indent}{name} = []")
-        call = f"{', '.join(variables)} = {variable}({', '.join(arguments)})"
+        module = variable
         if self._covers(node, loop):
             over = f"{container}.values()" if kind == "dict" else container
             yield Line(f"{self._indent}for {variable} in {over}:")
@@ -204,7 +209,8 @@ class Body:
             first = f"{loop.numbers[0]}, " * (loop.numbers[0] != 0)
             span = f"{first}{loop.numbers[-1] + 1}"
             yield Line(f"{self._indent}for i in range({span}):")
-            call = call.replace(f" {variable}(", f" {container}[str(i)](", 1)
+            module = f"{container}[str(i)]"
+        call = f"{', '.join(variables)} = {called(node, module, ', '.join(arguments))}"
         yield Line(f"{self._indent}    {call}", self._common_spec(results))
         for result, name in lists.items():
             yield Line(f"{self._indent}    {name}.append({variables[result]})")
@@ -213,7 +219,7 @@ class Body:
         """Whether the list holds no other modules than those of the loop."""
         inside = f"{node.target}."
         here = {f"{inside}{number}" for number in loop.numbers}
-        others = (other for other in self.scope.nodes if other is not node)
+        others = (other for other in self.every if other is not node)
         return all(
             ".".join(name.split(".")[: inside.count(".") + 1]) in here
             for other in others

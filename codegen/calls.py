@@ -8,6 +8,8 @@ from torch import fx
 from fxpipe.interpret import MODE
 from fxpipe.regions import PLAIN, REGION, Region
 
+SEGMENT = "segment"  # the key of a node's meta that holds the number of its segment in its stage
+
 
 @dataclass(slots=True, eq=False)
 class Call:
@@ -64,19 +66,25 @@ class Call:
 def call_tree(ops: Sequence[fx.Node], stage: int, totals: Mapping[str, int]) -> Call:
     """The calls that `ops` came from; `totals` has the number of ops of each call in the model.
 
-    A call of which the stage has not all ops, or not in one run, is not in the tree: its ops and
-    the calls within it stand in the call around it.
+    A call of which the stage has not all ops, or not in one run, or not all in one segment, is not
+    in the tree: its ops and the calls within it stand in the call around it.
     """
     runs: dict[str, int] = {}
     counts: dict[str, int] = {}
     before: set[str] = set()
+    segments: dict[str, set[object]] = {}
     for node in ops:
         keys = {key for _, key in _stack(node)}
         for key in keys:
             counts[key] = counts.get(key, 0) + 1
+            segments.setdefault(key, set()).add(node.meta.get(SEGMENT))
             runs[key] = runs.get(key, 0) + (key not in before)
         before = keys
-    whole = {key for key, count in counts.items() if count == totals[key] and runs[key] == 1}
+    whole = {
+        key
+        for key, count in counts.items()
+        if count == totals[key] and runs[key] == 1 and len(segments[key]) == 1
+    }
     root = Call((), stage)
     open_calls = [root]
     for node in ops:

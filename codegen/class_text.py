@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxpipe.codegen.body import Body, names_device
 from fxpipe.codegen.comments import Comments, Line
@@ -25,25 +25,42 @@ _CONDITION: dict[Mode | None, str] = {
 
 
 @dataclass(frozen=True, slots=True)
+class MethodText:
+    """The template's fields of one method; `names` are the variables of its values."""
+
+    name: str
+    doc: str
+    signature: str
+    result: str
+    body: tuple[str, ...]
+    names: Mapping[str, str]
+
+    @property
+    def code(self) -> str:
+        """All code of it."""
+        return "\n".join([self.signature, self.result, *self.body])
+
+
+@dataclass(frozen=True, slots=True)
 class ClassText:
-    """The template's fields of one class; `names` are the variables of its values."""
+    """The template's fields of one class; `methods` are its forward and what that calls."""
 
     name: str
     doc: tuple[str, ...]
     settings: str
     constructor: tuple[str, ...]
-    signature: str
-    result: str
-    body: tuple[str, ...]
-    names: Mapping[str, str]
+    methods: tuple[MethodText, ...]
     containers: Mapping[str, str]
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The variables of forward."""
+        return self.methods[0].names
 
     @property
     def code(self) -> str:
         """All code, for a look at what it needs to import."""
-        return "\n".join(
-            [self.settings, *self.constructor, self.signature, self.result, *self.body]
-        )
+        return "\n".join([self.settings, *self.constructor, *(m.code for m in self.methods)])
 
 
 def class_text(
@@ -54,26 +71,20 @@ def class_text(
     dtype: torch.dtype,
     comments: Comments,
     ties: Iterable[str] = (),
+    docs: Mapping[str, str] | None = None,
 ) -> ClassText:
-    """Decide every line of the class of `scope`; `dtype` is the model's own."""
+    """Decide every line of the class of `scope`; `dtype` is the model's own.
+
+    `docs` say of its methods what they are.
+    """
     made = construct(scope)
-    names = local_names(
-        scope.nodes, scope.inputs, scope.outputs, scope.called, read_throughout(scope.nodes)
-    )
-    names |= collected_names(scope.nodes, names)
-    parameters = [f"{names[value]}: {_kind(scope, value)}" for value in scope.inputs]
-    body = [
-        *_opening(scope, names, made, dtype),
-        *Body(scope, names, made.containers, comments).lines(),
-    ]
-    results = [f"{names[value]}{_CONDITION[scope.modes.get(value)]}" for value in scope.outputs]
-    body = _returning(body, ", ".join(_starred(results, _lengths(scope, names))) or "()")
-    text = [part for line in body for part in str(line).split("\n")]
-    while text and not text[0]:  # between groups stands a blank line, before the first none
-        text = text[1:]
-    used = {
-        setting for setting in scope.settings if re.search(rf"\bself\.{setting}\b", "\n".join(text))
-    }
+    methods = [_method(scope, "forward", "", scope.all_nodes, made, dtype, comments)]
+    for method, own in scope.methods.items():
+        told = (docs or {})[method]
+        plain = Comments("", "")
+        methods.append(_method(own, method, told, scope.all_nodes, made, dtype, plain))
+    code = "\n".join(method.code for method in methods)
+    used = {setting for setting in scope.settings if re.search(rf"\bself\.{setting}\b", code)}
     kept = tuple(f"self.{setting} = {setting}" for setting in scope.settings if setting in used)
     typed = [f"{setting}: {_type(value)}" for setting, value in scope.settings.items()]
     return ClassText(
@@ -81,11 +92,42 @@ def class_text(
         doc=tuple(doc),
         settings=", ".join(["self", *typed]),
         constructor=(*kept, *made.lines, *ties),
+        methods=tuple(methods),
+        containers=made.containers,
+    )
+
+
+def _method(
+    scope: Scope,
+    name: str,
+    doc: str,
+    every: Sequence[fx.Node],
+    made: Constructor,
+    dtype: torch.dtype,
+    comments: Comments,
+) -> MethodText:
+    """Decide every line of a method with the ops of `scope`, of `every` op of the class."""
+    names = local_names(
+        scope.nodes, scope.inputs, scope.outputs, scope.called, read_throughout(scope.nodes)
+    )
+    names |= collected_names(scope.nodes, names)
+    parameters = [f"{names[value]}: {_kind(scope, value)}" for value in scope.inputs]
+    body = [
+        *_opening(scope, names, made, dtype),
+        *Body(scope, every, names, made.containers, comments).lines(),
+    ]
+    results = [f"{names[value]}{_CONDITION[scope.modes.get(value)]}" for value in scope.outputs]
+    body = _returning(body, ", ".join(_starred(results, _lengths(scope, names))) or "()")
+    text = [part for line in body for part in str(line).split("\n")]
+    while text and not text[0]:  # between groups stands a blank line, before the first none
+        text = text[1:]
+    return MethodText(
+        name=name,
+        doc=doc,
         signature=", ".join(["self", *parameters]),
         result=_result(scope),
         body=tuple(text),
         names=names,
-        containers=made.containers,
     )
 
 

@@ -51,7 +51,7 @@ class Constructor:
 def construct(scope: Scope) -> Constructor:
     """Declare all that the ops of `scope` use of the model, in the order in which they use it."""
     root = _Place()
-    for node in scope.nodes:
+    for node in scope.all_nodes:
         for used in node.all_input_nodes:
             if used.op == "get_attr" and str(used.target) in scope.state:
                 owner, _, last = str(used.target).rpartition(".")

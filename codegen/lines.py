@@ -13,9 +13,11 @@ from torch.nn import functional
 
 from fxpipe.codegen.call_arguments import spread, told_arguments, without_defaults
 from fxpipe.codegen.functions import function_called
+from fxpipe.codegen.loops import CHECKPOINT
 from fxpipe.codegen.made import Written
+from fxpipe.codegen.segments import recomputed
 from fxpipe.errors import CaptureError
-from fxpipe.interpret import by_mode
+from fxpipe.interpret import MODE, by_mode
 
 _INFIX: dict[Any, str] = {
     operator.add: "+",
@@ -86,7 +88,12 @@ class Writer:
         """The right-hand side."""
         target: Any = node.target
         if node.op == "call_module":
-            return f"{self.module(str(target))}({self._arguments(node.args, node.kwargs)})"
+            arguments = self._arguments(node.args, node.kwargs)
+            return called(node, self.module(str(target)), arguments)
+        if target is recomputed:
+            method, *values = node.args
+            arguments = ", ".join(self._there(value, node) for value in values)
+            return called(node, f"self.{method}", arguments)
         if node.op == "call_method":
             owner, *rest = node.args
             kwargs = without_defaults(node)
@@ -132,6 +139,13 @@ class Writer:
             return f"{{{', '.join(items)}}}"
         raise CaptureError(f"an op has the argument {value!r}, which can't be written as code")
 
+    def _there(self, value: Any, node: fx.Node) -> str:
+        """An argument of a method, None in the mode that does not make it."""
+        text, mode = self.argument(value), value.meta.get(MODE)
+        if mode is None or mode is node.meta.get(MODE):
+            return text
+        return f"{text} if {'' if mode else 'not '}self.training else None"
+
     def _operand(self, value: Any) -> str:
         """An argument where only a call, a name or an index may stand without parentheses."""
         text = self.argument(value)
@@ -159,6 +173,13 @@ class Writer:
             for part in (index.start, index.stop, index.step)
         )
         return f"{start}:{stop}" + (f":{step}" if step else "")
+
+
+def called(node: fx.Node, function: str, arguments: str) -> str:
+    """The call of `function` that `node` is, through `checkpoint` or not."""
+    if CHECKPOINT not in node.meta:
+        return f"{function}({arguments})"
+    return f"checkpoint({function}, {arguments})" if arguments else f"checkpoint({function})"
 
 
 def is_statement(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from fxpipe.codegen.names import base_name
 from fxpipe.interpret import MODE
 
 LOOP = "loop"  # the key of a node's meta that holds its Loop
+CHECKPOINT = "checkpoint"  # that of what is called through `checkpoint`
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +216,7 @@ def _links(before: _Step, step: _Step, made: Mapping[str, Made]) -> tuple[int | 
         and first.key() == second.key()
         and len(step.node.args) == len(before.node.args)
         and step.node.meta.get(MODE) == before.node.meta.get(MODE)
+        and step.node.meta.get(CHECKPOINT) == before.node.meta.get(CHECKPOINT)
         and set(step.items) >= set(before.items)
     )
     if not alike:

@@ -12,7 +12,8 @@ from torch import fx, nn
 from fxpipe.codegen.functions import function_called
 from fxpipe.specs import SIZES
 
-_OURS = {"self", "torch", "nn", "F", "Tensor", "math", "operator", "dtype", "device", *SIZES}
+_IMPORTED = {"torch", "nn", "F", "Tensor", "math", "operator", "checkpoint"}
+_OURS = {"self", "dtype", "device", *_IMPORTED, *SIZES}
 _MODULES_OWN = frozenset(dir(nn.Module()))
 _TAKEN = {*dir(builtins), *keyword.kwlist, *_OURS}
 

@@ -1,12 +1,13 @@
 """What a class of the package is written from, be it a stage or a repeated module."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from fxpipe.codegen.made import Made
+from fxpipe.codegen.segments import recomputed
 from fxpipe.runtime.manifest import Mode, TensorSpec
 
 
@@ -22,7 +23,7 @@ class Scope:
     has those inputs and outputs that are there in one mode only, `lists` those inputs that are a
     list of tensors, `fixed` those whose dtype is not the model's own, be it equal. `called` are the
     variables that the user's lines assign values to, where these tell more than the values' own
-    names.
+    names. `methods` are parts that stand in methods of their own, whose ops are not in `nodes`.
     """
 
     path: str
@@ -42,3 +43,15 @@ class Scope:
     fixed: frozenset[str]
     settings: Mapping[str, Any]
     called: Mapping[str, str]
+    methods: Mapping[str, "Scope"] = field(default_factory=dict)
+
+    @property
+    def all_nodes(self) -> tuple[fx.Node, ...]:
+        """The ops of the class, those of its methods where they are called."""
+        return tuple(
+            one
+            for node in self.nodes
+            for one in (
+                self.methods[str(node.args[0])].nodes if node.target is recomputed else (node,)
+            )
+        )

@@ -12,6 +12,7 @@ from fxpipe.codegen.constructor import construct, held_state, tie_lines
 from fxpipe.codegen.functions import functions_imported
 from fxpipe.codegen.names import plain
 from fxpipe.codegen.scope import Scope
+from fxpipe.codegen.segments import segment_of
 from fxpipe.ir import Capture, Port, StageWiring
 from fxpipe.source import forward_place
 
@@ -41,6 +42,10 @@ def stage_file(
         dtype=capture.dtype,
         comments=Comments("", ""),
         ties=ties,
+        docs={
+            name: _recomputed(capture, wiring.segments[segment_of(own.nodes)])
+            for name, own in scope.methods.items()
+        },
     )
     takes = [_take(scope, port, text.names[port.value]) for port in wiring.inputs]
     returns = list(_returns(scope, [(text.names[v], v) for v in wiring.outputs]))
@@ -49,7 +54,7 @@ def stage_file(
         "n": n,
         "model": plain(capture.model_name),
         "ports": [*takes, *returns],
-        "imports": _imports(capture, [text], blocks),
+        "imports": _imports(capture, [text], blocks, bool(wiring.segments)),
         "stage": text,
     }
     return StageFile(fields, tuple(text.names[port.value] for port in wiring.inputs), held)
@@ -73,7 +78,7 @@ def blocks_file(capture: Capture, blocks: Sequence[Block]) -> dict[str, object]:
         )
     return {
         "model": plain(capture.model_name),
-        "imports": _imports(capture, texts, ()),
+        "imports": _imports(capture, texts, (), False),
         "blocks": texts,
     }
 
@@ -99,6 +104,10 @@ def _summary(capture: Capture, names: Sequence[str]) -> str:
     return plain(f"{count}, {within}.")
 
 
+def _recomputed(capture: Capture, names: Sequence[str]) -> str:
+    return f"Computed again in backward: {_summary(capture, names)}"
+
+
 def _take(scope: Scope, port: Port, variable: str) -> str:
     if port.source is None:
         origin = "the caller"
@@ -120,7 +129,9 @@ def _returns(scope: Scope, results: Sequence[tuple[str, str]]) -> Iterator[str]:
         yield f"Returns {names[0]}{last}: {spec}"
 
 
-def _imports(capture: Capture, texts: Iterable[ClassText], blocks: Sequence[Block]) -> list[str]:
+def _imports(
+    capture: Capture, texts: Iterable[ClassText], blocks: Sequence[Block], recomputes: bool
+) -> list[str]:
     """The lines that import what the code uses."""
     code = "\n".join(text.code for text in texts)
 
@@ -131,6 +142,7 @@ def _imports(capture: Capture, texts: Iterable[ClassText], blocks: Sequence[Bloc
     lines += ["from collections import OrderedDict"] * ("OrderedDict(" in code)
     lines += [""] * bool(lines)  # the standard library stands apart
     lines += ["import torch"] * used("torch")
+    lines += ["from fxpipe.runtime.segment import checkpoint"] * recomputes
     lines.append("from torch import Tensor, nn" if "Tensor" in code else "from torch import nn")
     lines += ["from torch.nn import functional as F"] * used("F")
     named = sorted(b.name for b in blocks if re.search(rf"(?<![\w.]){b.name}\(", code))

@@ -296,11 +296,15 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class StageWiring:
-    """One stage's ops in order, what it takes and what it hands on."""
+    """One stage's ops in order, what it takes and what it hands on.
+
+    `segments` are the runs of its ops that it computes again in backward.
+    """
 
     ops: tuple[str, ...]
     inputs: tuple[Port, ...]
     outputs: tuple[str, ...]
+    segments: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

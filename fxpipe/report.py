@@ -1,7 +1,7 @@
 """What the command prints: a package's plan and a verification, as tables and as JSON."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ def package_json(manifest: Manifest, edits: Edits) -> dict[str, Any]:
                 "file": stage.file,
                 "device": manifest.devices[stage.device],
                 "checkpoint": stage.checkpoint,
+                "segments": [str(segment) for segment in stage.segments],
                 "ops": stage.ops,
                 "parameters": _count(manifest, stage),
                 "parameter_bytes": stage.parameter_bytes,
@@ -70,6 +71,8 @@ def package_table(manifest: Manifest, edits: Edits) -> RenderableType:
     """Stages, the values between them, the predicted step, and files that were edited."""
     facts = package_json(manifest, edits)
     parts: list[RenderableType] = [_heading(manifest), _stages(manifest, facts["stages"])]
+    if any(fact["segments"] for fact in facts["stages"]):
+        parts.append("\n".join(_recomputed(facts["stages"])))
     if facts["values"]:
         parts.append(_values(manifest))
     if facts["shared_parameters"]:
@@ -122,6 +125,12 @@ def _stages(manifest: Manifest, facts: Sequence[dict[str, Any]]) -> Table:
         ]
         table.add_row(*row, *([fact["checkpoint"]] if modes != {"never"} else []))
     return table
+
+
+def _recomputed(facts: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for fact in facts:
+        if fact["segments"]:
+            yield escape(f"stage {fact['stage']} recomputes {', '.join(fact['segments'])}")
 
 
 def _values(manifest: Manifest) -> Table:

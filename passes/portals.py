@@ -12,28 +12,38 @@ from fxpipe.specs import where_told
 
 
 def wire(capture: Capture, chain: Chain, plan: Plan) -> Wiring:
-    """The ops, inputs and outputs of each stage of `plan`, in the order of the program."""
+    """The ops, inputs and outputs of each stage of `plan`, in the order of the program.
+
+    The ops of a segment stand together: those before and after it are in the chain's order to them.
+    """
     bounds = [0, *plan.cuts, len(chain.blocks)]
     place = {name: k for k, name in enumerate(capture.ops)}
-    stages = [
-        sorted((op for block in chain.blocks[start:end] for op in block.ops), key=place.__getitem__)
-        for start, end in pairwise(bounds)
-    ]
-    maker: dict[str, int | None] = {op: j for j, ops in enumerate(stages) for op in ops}
+
+    def ops(begin: int, end: int) -> list[str]:
+        found = [op for block in chain.blocks[begin:end] for op in block.ops]
+        return sorted(found, key=place.__getitem__)
+
+    segments = plan.segments or ((),) * (len(bounds) - 1)
+    stages = []
+    for (begin, end), own in zip(pairwise(bounds), segments, strict=True):
+        edges = [begin, *(edge for segment in own for edge in segment), end]
+        stages.append([op for pair in pairwise(edges) for op in ops(*pair)])
+    maker: dict[str, int | None] = {op: j for j, own in enumerate(stages) for op in own}
     maker.update((given.name, None) for given in capture.inputs)
-    taken = [_taken(capture, set(ops)) for ops in stages]
+    taken = [_taken(capture, set(own)) for own in stages]
     wanted = {name for names in taken for name in names} | set(capture.outputs)
     return Wiring(
         tuple(
             StageWiring(
-                ops=tuple(ops),
+                ops=tuple(stages[j]),
                 inputs=tuple(
                     Port(name, maker[name], portal=maker[name] not in (None, j - 1))
                     for name in taken[j]
                 ),
-                outputs=tuple(op for op in ops if op in wanted),
+                outputs=tuple(op for op in stages[j] if op in wanted),
+                segments=tuple(tuple(ops(*segment)) for segment in segments[j]),
             )
-            for j, ops in enumerate(stages)
+            for j in range(len(stages))
         )
     )
 
