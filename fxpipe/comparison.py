@@ -56,10 +56,11 @@ def figures(view: View) -> dict[Key, float]:
     own: dict[str, float] = {}
     totals = dict.fromkeys(kinds(view), 0.0)
     busy = [0.0] * len(view.lanes)
+    inside = view.inside
     for action, event in view.actions:
         own[event.name] = event.end_ms - event.start_ms
         busy[event.lane] += own[event.name]
-        for inner in view.inside[event.name]:
+        for inner in inside[event.name]:
             own[event.name] -= inner.end_ms - inner.start_ms
             totals[inner.kind] += inner.end_ms - inner.start_ms
         totals[action.kind] += own[event.name]
