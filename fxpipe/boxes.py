@@ -15,7 +15,7 @@ COLORS = {
     str(Kind.WEIGHT): "#efb94f",
     RECOMPUTE: "#a9c4e0",
     LOSS: "#8c8c8c",
-    COPY: "#8c8c8c",
+    COPY: "#7b5ea7",
 }
 NAMES = {
     str(Kind.FORWARD): "forward",
@@ -26,7 +26,7 @@ NAMES = {
     LOSS: "loss",
     COPY: "copies to other devices",
 }
-CRITICAL = "#c8102e"
+CRITICAL, CAPACITY = "#c8102e", "#555555"
 _DEVICES = ("#440154", "#3b528b", "#21918c", "#5ec962", "#a0d63b")  # viridis
 _PALEST = 0.45  # how far the last of a device's stages goes towards white
 

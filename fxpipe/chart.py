@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fxpipe.boxes import CRITICAL, NAMES, Box, boxes, dark, line_color
+from fxpipe.boxes import CAPACITY, CRITICAL, NAMES, Box, boxes, dark, line_color
 from fxpipe.report import bytes_text, ms_text
 from fxpipe.runtime.trace import COPY
 from fxpipe.view import View
@@ -102,7 +102,7 @@ def chart(views: Sequence[View]) -> Chart:
         for capacity in views[0].limits:
             at = y + memory * (1 - capacity / most)
             tip = f"capacity: {bytes_text(capacity)}"
-            lines.append(Line(_points([(0, at), (width, at)]), "#555555", tip))
+            lines.append(Line(_points([(0, at), (width, at)]), CAPACITY, tip))
         for lane, (changes, peak) in enumerate(zip(views[0].memory, views[0].peaks, strict=True)):
             text, color = f"{lane}: {bytes_text(peak)}", line_color(lane, n)
             labels.append(Label(y + _KEY * (lane + 0.5), text, color))

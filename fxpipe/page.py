@@ -6,7 +6,7 @@ from typing import Any
 
 import jinja2
 
-from fxpipe.boxes import COLORS, CRITICAL, NAMES, kinds
+from fxpipe.boxes import CAPACITY, COLORS, CRITICAL, NAMES, kinds
 from fxpipe.chart import chart
 from fxpipe.comparison import compare, figures
 from fxpipe.edits import Edits
@@ -36,6 +36,8 @@ def page(manifest: Manifest, edits: Edits, views: Sequence[View]) -> str:
     legend = [(NAMES[kind], color) for kind, color in COLORS.items() if kind in found]
     if any(view.critical for view in views):
         legend.append(("critical path", CRITICAL))
+    if views[0].limits:
+        legend.append(("capacity", CAPACITY))
     return environment.get_template("report.html.j2").render(
         facts=facts,
         manifest=manifest,

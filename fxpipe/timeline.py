@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxpipe.boxes import COLORS, CRITICAL, NAMES, Box, boxes, dark, kinds, line_color
+from fxpipe.boxes import CAPACITY, COLORS, CRITICAL, NAMES, Box, boxes, dark, kinds, line_color
 from fxpipe.errors import InputError
 from fxpipe.report import bytes_text, ms_text
 from fxpipe.runtime.trace import COPY, RECOMPUTE
@@ -145,8 +145,16 @@ def _memory(axes: "Axes", view: View) -> None:
         label = f"{lane}: peak {bytes_text(peaks[lane])}" if lane in named else None
         axes.step(xs, [*ys, ys[-1]], where="post", color=color, linewidth=1.1, label=label)
     for capacity in view.limits:
-        axes.axhline(capacity / scale, color="#555555", linewidth=0.9, linestyle=(0, (1, 1.5)))
-        axes.text(0, capacity / scale, "capacity", fontsize=_SMALL, va="bottom", color="#555555")
+        axes.axhline(capacity / scale, color=CAPACITY, linewidth=0.9, linestyle=(0, (1, 1.5)))
+        axes.annotate(
+            "capacity",
+            (0, capacity / scale),
+            (3, -2),
+            textcoords="offset points",
+            fontsize=_SMALL,
+            color=CAPACITY,
+            va="top",
+        )
     axes.set_ylim(0, 1.06 * max((*peaks, *view.limits)) / scale)
     axes.set_ylabel(f"predicted memory ({unit})", fontsize=_SMALL)
     axes.tick_params(labelsize=_SMALL)

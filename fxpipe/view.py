@@ -36,7 +36,7 @@ class View:
     @property
     def step_ms(self) -> float:
         """When the last action ends."""
-        return max((event.end_ms for event in self.events), default=0.0)
+        return max((event.end_ms for event in self.events if event.kind != COPY), default=0.0)
 
     @property
     def peaks(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from plans import stepped
 from fxpipe import view
 from fxpipe.edits import Edits
 from fxpipe.page import page
-from fxpipe.runtime.manifest import Manifest
+from fxpipe.runtime.manifest import Manifest, PartSpec, SegmentSpec
 from fxpipe.runtime.trace import Event
 from fxpipe.view import View
 
@@ -106,6 +106,16 @@ def test_what_is_not_known_is_left_out():
     parsed = Parsed(text(plain))
     assert not parsed.all("polyline")
     assert not [said for said in parsed.texts if "critical" in said or "gap" in said]
+
+
+def test_segments_and_parts_are_named():
+    plan = stepped()
+    segments = (SegmentSpec("h.0", "h.3", 9), SegmentSpec("norm", "norm", 1))
+    stages = (replace(plan.stages[0], segments=segments), *plan.stages[1:])
+    part = PartSpec(("encoder",), "x", {"tensor": 0}, 0.75, "")
+    said = " ".join(Parsed(text(replace(plan, stages=stages, part=part))).texts)
+    assert "stage 0 recomputes h.0-h.3 , norm in backward" in said
+    assert "of the model it is a part, 75% of the parameters: encoder" in said
 
 
 def test_names_of_the_model_stay_text():

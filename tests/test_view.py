@@ -39,7 +39,9 @@ def test_the_prediction_has_length_bubble_memory_and_critical_path():
 
 def test_a_trace_is_read_as_it_was_recorded(tmp_path):
     ran = events((0, "0F0", "F", 0.5, 2.0), (0, "0 to 1", "copy", 2.0, 2.5))
-    assert view.measured(stepped(), traced(tmp_path / "t.json", stepped(), ran)).events == (*ran,)
+    seen = view.measured(stepped(), traced(tmp_path / "t.json", stepped(), ran))
+    assert seen.events == (*ran,)
+    assert seen.step_ms == 2.0
 
 
 def test_the_trace_of_another_package_is_refused(tmp_path):
