@@ -121,7 +121,9 @@ class OpCost:
     """What one op costs on one micro-batch.
 
     `saved` are the storages that its backward keeps: (value whose memory it is, bytes), parameters
-    left out. `weight_gradient_ms` is what of `backward_ms` is for weights alone.
+    left out. `weight_gradient_ms` is what of `backward_ms` is for weights alone. `workspace_bytes`
+    and `backward_bytes` are what forward and backward make, at their fullest; of a backward in two
+    halves, `arriving_bytes` of gradients that arrive wait for the second.
     """
 
     forward_ms: float
@@ -129,6 +131,8 @@ class OpCost:
     saved: tuple[tuple[str, int], ...] = ()
     workspace_bytes: int = 0
     weight_gradient_ms: float = 0.0
+    backward_bytes: int = 0
+    arriving_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +191,9 @@ class Block:
     """Ops that must stay on one device, in order, with their cost.
 
     `saved` and `parameters` name storages, so that what two blocks share is counted once a stage.
-    `weight_gradient_ms` is what of `backward_ms` is for weights alone.
+    `weight_gradient_ms` is what of `backward_ms` is for weights alone. While the block runs, either
+    way, `workspace_bytes` are there on top of what blocks up to it save; of a backward in two
+    halves, `arriving_bytes` of gradients wait for the second.
     """
 
     ops: tuple[str, ...]
@@ -198,6 +204,7 @@ class Block:
     buffers: tuple[tuple[str, int], ...] = ()
     workspace_bytes: int = 0
     weight_gradient_ms: float = 0.0
+    arriving_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,28 +4,22 @@ Ops with the same signature are run once. Backward is timed by itself, not guess
 one ratio for all ops (Pfeife, ICML 2025, does the latter).
 """
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fxpipe.counted import most_bytes
 from fxpipe.errors import InputError
 from fxpipe.interpret import Compute
 from fxpipe.ir import Capture, OpCost, own_storage
 from fxpipe.memory import storage_of
-from fxpipe.runtime.stream import synchronize
-
-# Milliseconds of `run(given())`, but for what `given` takes.
-Clock = Callable[[Callable[[Any], object], Callable[[], Any]], float]
-
-_REPEATS = 5
-_ENOUGH_MS = 50.0  # an op that took this long in all is known well enough
+from fxpipe.stopwatch import Clock
 
 
 @contextmanager
@@ -57,33 +51,6 @@ def first_microbatch(
         ) from error
 
 
-class StopWatch:
-    """A clock that measures: the median of a few runs on `device`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._alone = device.type == "cpu" and torch.get_num_threads() == 1
-
-    def __call__(self, run: Callable[[Any], object], given: Callable[[], Any]) -> float:
-        """Run until the time is known well enough."""
-        times: list[float] = []
-        while len(times) < _REPEATS and sum(times) < _ENOUGH_MS:
-            values = given()
-            start = self._now()
-            run(values)
-            times.append(self._now() - start)
-        return statistics.median(times[1:] or times)
-
-    def _now(self) -> float:
-        """Milliseconds, once the device has done all it was given.
-
-        Where this thread does all the work, only those in which it had a processor: what else the
-        machine does is no cost of the op.
-        """
-        synchronize(self._device)
-        return 1e3 * (time.thread_time() if self._alone else time.perf_counter())
-
-
 @dataclass(frozen=True, slots=True)
 class _Measured:
     """Costs of one signature.
@@ -96,7 +63,9 @@ class _Measured:
     backward_ms: float
     weight_gradient_ms: float
     saved: tuple[tuple[int | Literal["result"] | None, int], ...]
-    result_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    arriving_bytes: int
 
 
 class Meter:
@@ -151,8 +120,10 @@ class Meter:
             measured.forward_ms,
             measured.backward_ms,
             tuple(kept.items()),
-            measured.result_bytes,
+            measured.forward_bytes,
             measured.weight_gradient_ms,
+            measured.backward_bytes,
+            measured.arriving_bytes,
         )
 
     def _is_weight(self, node: fx.Node) -> bool:
@@ -185,18 +156,21 @@ class Meter:
         given = tree_map(fresh, (args, kwargs))
         packed: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(_into(packed), _same):
-            result = compute(*given)
+            result, forward_bytes = most_bytes(lambda: compute(*given), self._device)
         leaves, parameters = _tensors(given), self._parameters(node)
         pairs = list(zip(_given(node), leaves, strict=True))
         weights = [tensor for (used, _), tensor in pairs if self._is_weight(used)]
         inputs = [tensor for (used, _), tensor in pairs if not self._is_weight(used)]
         whole_ms = self._backward_ms(result, leaves + parameters)
+        in_part = _wants(weights + parameters) and _wants(inputs)
         return _Measured(
             forward_ms=forward_ms,
             backward_ms=whole_ms,
             weight_gradient_ms=whole_ms * self._weight_share(result, weights + parameters, inputs),
             saved=_saved(packed, _tensors(given), _tensors(result), self._parameters(node)),
-            result_bytes=sum(tensor.nbytes for tensor in _tensors(result)),
+            forward_bytes=forward_bytes,
+            backward_bytes=backward_bytes(result, leaves + parameters, self._device),
+            arriving_bytes=sum(t.nbytes for t in _trained(_tensors(result))) if in_part else 0,
         )
 
     def _backward_ms(self, result: Any, leaves: Sequence[Tensor]) -> float:
@@ -209,11 +183,8 @@ class Meter:
 
         The halves together take longer than the whole, which does once what both need.
         """
-        for_weights, for_inputs = (
-            any(tensor.requires_grad for tensor in side) for side in (weights, inputs)
-        )
-        if not (for_weights and for_inputs):
-            return float(for_weights)
+        if not (_wants(weights) and _wants(inputs)):
+            return float(_wants(weights))
         of_weights, of_inputs = (self._backward_ms(result, side) for side in (weights, inputs))
         return of_weights / (of_weights + of_inputs) if of_weights else 0.0
 
@@ -226,15 +197,34 @@ class Meter:
 
 def backward_ms(clock: Clock, result: Any, leaves: Sequence[Tensor]) -> float:
     """Milliseconds from the results' gradients to those of `leaves`."""
-    made = [tensor for tensor in _tensors(result) if tensor.requires_grad]
-    wanted = [tensor for tensor in leaves if tensor.requires_grad]
+    made, wanted = _trained(_tensors(result)), _trained(leaves)
     if not made or not wanted:
         return 0.0
+    return clock(partial(_backward, made, wanted), lambda: [torch.ones_like(t) for t in made])
 
-    def run(gradients: Sequence[Tensor]) -> None:
-        torch.autograd.grad(made, wanted, gradients, retain_graph=True, allow_unused=True)
 
-    return clock(run, lambda: [torch.ones_like(tensor) for tensor in made])
+def backward_bytes(result: Any, leaves: Sequence[Tensor], device: torch.device) -> int:
+    """Bytes that this takes at its fullest, besides the results' gradients and what is saved."""
+    made, wanted = _trained(_tensors(result)), _trained(leaves)
+    if not made or not wanted:
+        return 0
+    gradients = [torch.ones_like(tensor) for tensor in made]
+    return most_bytes(lambda: _backward(made, wanted, gradients), device)[1]
+
+
+def _backward(
+    made: Sequence[Tensor], wanted: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(made, wanted, gradients, retain_graph=True, allow_unused=True)
+
+
+def _trained(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def _wants(tensors: Sequence[Tensor]) -> bool:
+    """Whether some of them need a gradient."""
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 def _given(node: fx.Node) -> list[tuple[fx.Node, bool]]:

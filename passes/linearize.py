@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from fxpipe.errors import CaptureError
 from fxpipe.interpret import DTYPE, HUNK, limit
 from fxpipe.ir import Block, Capture, Chain, OpCost, Profile, Value, own_storage
+from fxpipe.liveness import workspaces
 
 
 def linearize(capture: Capture, profile: Profile) -> Chain:
@@ -174,8 +175,12 @@ def _chain(capture: Capture, profile: Profile, blocks: Sequence[Sequence[str]]) 
             spec = capture.specs[name]
             n_bytes = spec.bytes({**capture.sizes, "batch": profile.batch})
             values.append(Value(name, n_bytes, producer, consumers, spec.requires_grad))
+    order = [name for block in blocks for name in block]
+    needed = workspaces(capture, profile.costs, order, profile.batch)
     return Chain(
-        blocks=tuple(_block(capture, profile, [nodes[name] for name in block]) for block in blocks),
+        blocks=tuple(
+            _block(capture, profile, [nodes[name] for name in block], needed) for block in blocks
+        ),
         values=tuple(values),
         cuttable=(True,) * len(blocks),
         divides=tuple(_divides(capture, nodes, blocks)),
@@ -199,7 +204,9 @@ def _callers(capture: Capture, node: fx.Node) -> list[str]:
     return path[:-1] if node.op == "call_module" else path
 
 
-def _block(capture: Capture, profile: Profile, nodes: Sequence[fx.Node]) -> Block:
+def _block(
+    capture: Capture, profile: Profile, nodes: Sequence[fx.Node], needed: Mapping[str, int]
+) -> Block:
     free = OpCost(0.0, 0.0)  # what eval mode alone runs costs a training step nothing
     costs = [profile.costs.get(node.name, free) for node in nodes]
     state: dict[str, Tensor] = {}
@@ -218,6 +225,7 @@ def _block(capture: Capture, profile: Profile, nodes: Sequence[fx.Node]) -> Bloc
         saved=tuple({name: size for cost in costs for name, size in cost.saved}.items()),
         parameters=tuple(parameters.items()),
         buffers=tuple(buffers.items()),
-        workspace_bytes=max(cost.workspace_bytes for cost in costs),
+        workspace_bytes=max(needed[node.name] for node in nodes),
         weight_gradient_ms=sum(cost.weight_gradient_ms for cost in costs),
+        arriving_bytes=sum(cost.arriving_bytes for cost in costs),
     )

@@ -23,7 +23,8 @@ def evaluate(
     training_factor: float = 1.0,
 ) -> Estimate:
     """What the simulator predicts of `chain` cut at `cuts` under `schedule`."""
-    stages, messages = stage_costs(chain, cuts, training_factor)
+    halved = frozenset(stage for stage, _ in schedule.split)
+    stages, messages = stage_costs(chain, cuts, training_factor, halved)
     recompute = checkpoints.recompute_table(checkpoint, schedule.n_microbatches)
     simulation = simulate(schedule, stages, messages, network, recompute)
     received = Counter[int]()
@@ -58,13 +59,17 @@ def parameter_bytes(chain: Chain, begin: int, end: int) -> int:
 
 
 def stage_costs(
-    chain: Chain, cuts: Cuts, training_factor: float = 1.0
+    chain: Chain,
+    cuts: Cuts,
+    training_factor: float = 1.0,
+    halved: frozenset[int] = frozenset(),
 ) -> tuple[tuple[StageCost, ...], tuple[Message, ...]]:
     """What each stage costs on one micro-batch, and what the stages send each other.
 
     Training keeps `training_factor` bytes of gradients and optimizer states by byte of parameters.
-    Storages of the same name count once a stage. A value goes straight from its producer's stage
-    to each stage that reads it; a received value that a backward saves is counted as received.
+    The backward of the `halved` stages is I and W. Storages of the same name count once a stage. A
+    value goes straight from its producer's stage to each stage that reads it; a received value that
+    a backward saves is counted as received.
     """
     bounds = (0, *cuts, len(chain.blocks))
     stage_of = [j for j in range(len(bounds) - 1) for _ in range(bounds[j], bounds[j + 1])]
@@ -75,7 +80,10 @@ def stage_costs(
     sent: dict[tuple[int, int], tuple[int, int | None]] = {}
     for value in chain.values:
         source = stage_of[value.producer] if value.producer >= 0 else -1
-        # A consumer past the last block is the caller, who takes the model's output.
+        # A consumer past the last block is the caller, who takes the model's output and gives its
+        # gradient, at the end of F.
+        if value.gradient and source >= 0 and value.consumers[-1] == len(stage_of):
+            input_bytes[source] += value.bytes
         targets = {stage_of[k] for k in value.consumers if k < len(stage_of)} - {source}
         for target in sorted(targets):
             received[target].add(value.name)
@@ -96,6 +104,7 @@ def stage_costs(
             input_bytes[j],
             sends_back[j],
             training_factor,
+            j in halved,
         )
         for j in range(n_stages)
     )
@@ -111,6 +120,7 @@ def _stage_cost(
     input_bytes: int,
     sends_back: bool,
     training_factor: float,
+    halved: bool,
 ) -> StageCost:
     blocks = chain.blocks[begin:end]
     backward_ms = sum(block.backward_ms for block in blocks)
@@ -124,10 +134,33 @@ def _stage_cost(
         + sum(buffers.values()),
         saved_bytes=sum(saved.values()),
         input_bytes=input_bytes,
-        workspace_bytes=max(block.workspace_bytes for block in blocks),
+        workspace_bytes=workspace_bytes(chain, begin, end, halved),
         # Where nobody waits for a gradient, W does it all: no half of it could be left out.
         weight_gradient_ms=weight_gradient_ms if sends_back else backward_ms,
+        arriving_bytes=sum(block.arriving_bytes for block in blocks) if halved else 0,
     )
+
+
+def workspace_bytes(chain: Chain, begin: int, end: int, halved: bool = False) -> int:
+    """What the blocks [begin, end) need on top of all that they save, at the fullest.
+
+    While a block runs, blocks behind it have saved nothing yet, or it is gone again, unless the
+    backward is halved: then it stays for the second half.
+    """
+    blocks = chain.blocks[begin:end]
+    if halved:
+        return max(block.workspace_bytes for block in blocks)
+    own = {op for block in blocks for op in block.ops}
+    first = {name: k for k in reversed(range(len(blocks))) for name, _ in blocks[k].saved}
+    needed = behind = 0
+    for k in reversed(range(len(blocks))):
+        needed = max(needed, blocks[k].workspace_bytes - behind)
+        behind += sum(
+            size
+            for name, size in blocks[k].saved
+            if first[name] == k and name.partition("/")[0] in own
+        )
+    return needed
 
 
 def held_sets(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fxpipe.interpret import DTYPE, TRAINING, run_graph, untouched
 from fxpipe.ir import Capture, OpCost, Profile
 from fxpipe.links import measure_network
-from fxpipe.meter import Meter, StopWatch, backward_ms, first_microbatch
+from fxpipe.meter import Meter, backward_ms, first_microbatch
 from fxpipe.runtime.stream import (
     Device,
     capacities,
@@ -24,6 +24,7 @@ from fxpipe.runtime.stream import (
     threads_per_lane,
     use_streams,
 )
+from fxpipe.stopwatch import StopWatch
 from fxpipe.whole import whole_ms
 
 

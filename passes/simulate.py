@@ -13,7 +13,9 @@ Rules, all of them:
   end of B or W, what it receives from the start of the transfer to that end, the model's inputs
   from the start of F to that end, and its workspace while an action runs. If it recomputes the
   micro-batch, its saved bytes count from the start of B or I only, which takes the forward's time
-  on top; of a stage with segments, what these compute again.
+  on top; of a stage with segments, what these compute again. A stage
+  with arriving bytes holds them from the start of B or I to the end of B or W: gradients that wait
+  for W to use them.
 - An output that waits in its producer is not counted on its own: it is the receiver's from the
   start of the transfer, and part of the producer's saved bytes if the backward there needs it.
 """
@@ -43,7 +45,8 @@ class StageCost:
     """One stage on one micro-batch. `input_bytes` are those of the model's inputs it reads.
 
     `weight_gradient_ms` is what of `backward_ms` is for weights alone. The stage's segments, if it
-    has any, compute `again_bytes` of what they save again, in `again_ms`, in every backward.
+    has any, compute `again_bytes` of what they save again, in `again_ms`, in every backward. If its
+    backward is halved, `arriving_bytes` of gradients wait for the second half.
     """
 
     forward_ms: float
@@ -55,6 +58,7 @@ class StageCost:
     weight_gradient_ms: float = 0.0
     again_ms: float = 0.0
     again_bytes: int = 0
+    arriving_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +233,8 @@ def numbers(
         device_of=np.array(device_of, np.int64),
         lasts=np.array(times, np.float64).reshape(n, 4, 2).transpose(1, 0, 2).copy(),
         keeps=np.array([(c.saved_bytes + c.input_bytes, c.input_bytes) for c in stages], np.int64),
-        comes_back=np.array([(c.again_bytes, c.saved_bytes) for c in stages], np.int64),
+        comes_back=np.array([(c.again_bytes, c.saved_bytes) for c in stages], np.int64)
+        + np.array([[c.arriving_bytes] for c in stages], np.int64),
         workspace=np.array([cost.workspace_bytes for cost in stages], np.int64),
         recompute=np.array(recompute, np.bool_),
         outbox_ends=np.cumsum([len(outbox) for outbox in outboxes]),

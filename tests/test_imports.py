@@ -21,11 +21,13 @@ BASE = (
     "fxpipe.ir",
 )
 HELPERS = (
+    "fxpipe.counted",
     "fxpipe.devices",
     "fxpipe.interpret",
     "fxpipe.jit",
     "fxpipe.local_sizes",
     "fxpipe.links",
+    "fxpipe.liveness",
     "fxpipe.memory",
     "fxpipe.meter",
     "fxpipe.regions",
@@ -33,6 +35,7 @@ HELPERS = (
     "fxpipe.source",
     "fxpipe.specs",
     "fxpipe.stock",
+    "fxpipe.stopwatch",
     "fxpipe.topology",
     "fxpipe.whole",
 )
@@ -52,11 +55,13 @@ RULES = {
         HELPERS,
         (
             *BASE,
+            "fxpipe.counted",
             "fxpipe.devices",
             "fxpipe.interpret",
             "fxpipe.memory",
             "fxpipe.regions",
             "fxpipe.specs",
+            "fxpipe.stopwatch",
             "fxpipe.topology",
         ),
     ),

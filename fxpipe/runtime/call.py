@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fxpipe.runtime.copy import Links
 from fxpipe.runtime.mailbox import Mailbox
+from fxpipe.runtime.memory import Memory
 from fxpipe.runtime.portal import CALLER, Wire, Wires, add_gradients
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.stage import Stage
@@ -70,6 +71,10 @@ class Call:
     def record(self, recorder: Recorder) -> None:
         """Let `recorder` have what the lanes do."""
         self._recorder = self._links.recorder = recorder
+
+    def count(self, memory: Memory) -> None:
+        """Let `memory` have what the lanes send each other."""
+        self._links.memory = memory
 
     def span(self, j: int, name: str, kind: str) -> AbstractContextManager[None]:
         """The block is what stage j's lane does as `name`."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.runtime import stream
+from fxpipe.runtime.memory import Memory
 from fxpipe.runtime.stream import Device, Stream
 from fxpipe.runtime.trace import Recorder
 
@@ -30,6 +31,7 @@ class Links:
     """The ends of one call: per lane, and per micro-batch a copy stream of its own."""
 
     recorder: Recorder | None = None
+    memory: Memory | None = None
 
     def __init__(self, devices: Sequence[Device], copies: Sequence[Sequence[Stream]]) -> None:
         self._ends = [
@@ -40,6 +42,8 @@ class Links:
     def send(self, tensor: Tensor, source: int, target: int, microbatch: int) -> Tensor:
         """Start the way of `tensor` from lane to lane; called on the source's lane."""
         ends = self._ends[source][microbatch], self._ends[target][microbatch]
+        if self.memory is not None:
+            tensor = self.memory.sent(tensor, source, target)
         if self.recorder is None or ends[0].device == ends[1].device:
             return _send(tensor, *ends)
         stream.wait_stream(ends[0].copy, ends[0].compute)  # which is no part of the copy

@@ -76,7 +76,8 @@ class Objective:
                 "loss_fn must return one number with a gradient, the mean over the micro-batch's "
                 f"rows; on micro-batch {i} it returned {_described(loss)}"
             )
-        self._losses[i] = loss.detach()
+        # A clone, since torch's own losses are numbers in memory as large as the output.
+        self._losses[i] = loss.detach().clone()
         del output
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         backward([scaled], [torch.full_like(scaled, self._weights[i])])

@@ -2,13 +2,15 @@
 
 A CUDA device's allocator tells. On the CPU every tensor is counted that a lane's ops make, from
 then until its memory is let go of, beside the parameters, gradients and buffers of the lane's
-stages; what one lane made and another reads is not copied, and counts where it was made.
+stages. Meanwhile what one lane sends another is copied, as between devices, so that each lane holds
+what a device in its place would.
 """
 
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +62,7 @@ class Memory:
         self._predicted = tuple(predicted)
         self._stages = tuple(stages)
         self._measured: dict[int, int] = {}
+        self._jobs: dict[int, _Counted] = {}
         self._tally = Tally(len(devices))
 
     @property
@@ -94,10 +97,19 @@ class Memory:
 
     def counted(self, jobs: Sequence[Job]) -> list[Job]:
         """The lanes' jobs, which are counted as they run."""
-        return [
-            _Counted(self._tally, lane, job) if stream.peak_bytes(device) is None else job
+        self._jobs = {
+            lane: _Counted(self._tally, lane, job)
             for lane, (job, device) in enumerate(zip(jobs, self._devices, strict=True))
-        ]
+            if stream.peak_bytes(device) is None
+        }
+        return [self._jobs.get(lane, job) for lane, job in enumerate(jobs)]
+
+    def sent(self, tensor: Tensor, source: int, target: int) -> Tensor:
+        """What lane `target` gets of `tensor`, which lane `source` sends: a copy of its own."""
+        if source == target or not {source, target} <= self._jobs.keys():
+            return tensor
+        with self._jobs[source].counting_for(target):
+            return tensor.clone()
 
     def _sharing(self) -> list[tuple[int, ...]]:
         """The lanes, together where they share memory."""
@@ -157,6 +169,15 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __call__(self) -> None:
         with self:
             self._job()
+
+    @contextmanager
+    def counting_for(self, lane: int) -> Iterator[None]:
+        """What this lane's ops make in the block is another's."""
+        own, self._lane = self._lane, lane
+        try:
+            yield
+        finally:
+            self._lane = own
 
     def __torch_dispatch__(
         self,

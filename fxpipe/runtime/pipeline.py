@@ -221,8 +221,9 @@ class Pipeline(Original):
             print(memory)
 
         CUDA devices' are those of torch's allocator; of a CPU lane it is the tensors that its ops
-        made, with its parameters, gradients and buffers, but without the caller's batch. Counting
-        them takes time: trace another step.
+        made, with its parameters, gradients and buffers, but without the caller's batch; meanwhile
+        lanes copy what they send each other, as devices do. Counting takes time: trace another
+        step.
         """
 
         def count(memory: Memory | None) -> None:
@@ -324,6 +325,7 @@ class Pipeline(Original):
         assert self._workers is not None
         if self._memory is not None:
             jobs = self._memory.counted(jobs)
+            call.count(self._memory)
         try:
             with stream.joined(self._devices):
                 self._workers.lanes.run(jobs, call.stop, meanwhile)

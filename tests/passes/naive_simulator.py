@@ -116,6 +116,8 @@ def naive(
                 saved_from = backward(action.stage, action.microbatch) if again else forward
                 held.append((start(saved_from), end(action), cost.saved_bytes))
                 held.append((start(forward), end(action), cost.input_bytes))
+                second = backward(action.stage, action.microbatch)
+                held.append((start(second), end(action), cost.arriving_bytes))
                 if not again:
                     repeated = backward(action.stage, action.microbatch)
                     held.append((start(repeated), end(action), cost.again_bytes))

@@ -114,7 +114,8 @@ def test_equal_blocks_are_cut_into_equal_stages(solver: str) -> None:
     assert found.cuts == (2, 4, 6)
     assert found.stage_to_device == (0, 1, 2, 3)
     assert found.schedule.to_csv().splitlines()[3] == "3F0,3F1,3F2,3F3,3B3,3B2,3B1,3B0"
-    assert [stage.received_bytes for stage in found.estimate.stages] == [0, 1000, 1000, 1000]
+    # The last one gets the gradient of the output, too.
+    assert [stage.received_bytes for stage in found.estimate.stages] == [0, 1000, 1000, 2000]
     assert found.solver == solver
 
 

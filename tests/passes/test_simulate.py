@@ -165,6 +165,7 @@ def test_random_tables_against_the_naive_simulator(seed: int) -> None:
             weight_gradient_ms=1,
             again_ms=again,
             again_bytes=2 * again,
+            arriving_bytes=random.choice((0, 2)),
         )
         for again in random.choices((0, 0, 3), k=n)
     ]

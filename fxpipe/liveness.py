@@ -1,0 +1,71 @@
+"""What each op needs at its fullest besides what ops save: values and gradients that still wait.
+
+Forward, a value that no backward keeps is there from its op to its last reader; backward, a value's
+gradient from its last reader to its op.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from fxpipe.ir import Capture, OpCost
+
+# A loss such as cross entropy makes three tensors like the output at once: its logarithms, their
+# gradient and the output's.
+_LOSS_TENSORS = 3
+
+
+def workspaces(
+    capture: Capture, costs: Mapping[str, OpCost], order: Sequence[str], batch: int
+) -> dict[str, int]:
+    """For each op, in this order: bytes on top of what ops up to it have saved.
+
+    The larger of what its forward and its backward need. A result that leaves the model counts for
+    the last op, together with what a loss makes of it.
+    """
+    place = {name: k for k, name in enumerate(order)}
+    end = len(order)
+    made: dict[str, int] = {}
+    last: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    trained: set[str] = set()
+    nodes = {node.name: node for node in capture.graph.nodes}
+    for k, name in enumerate(order):
+        storage = capture.ops[name].storage
+        if name in capture.specs and storage in place:
+            spec = capture.specs[name]
+            made.setdefault(storage, k)
+            n_bytes = spec.bytes({**capture.sizes, "batch": batch})
+            sizes[storage] = max(n_bytes, sizes.get(storage, 0))
+            trained |= {storage} if spec.requires_grad else set()
+            readers = [place[user.name] for user in nodes[name].users if user.name in place]
+            last[storage] = max([k, last.get(storage, k), *readers])
+    kept_from: dict[str, int] = {}
+    for k, name in enumerate(order):
+        for storage, _ in costs[name].saved if name in costs else ():
+            kept_from.setdefault(storage, k)
+    outputs = {capture.ops[name].storage for name in capture.outputs if name in place}
+    waits, gradients = [0] * (end + 1), [0] * (end + 1)
+    for storage, size in sizes.items():
+        until = end - 1 if storage in outputs else last[storage]
+        _add(waits, made[storage] + 1, min(until, kept_from.get(storage, end) - 1), size)
+        if storage in trained:
+            _add(gradients, made[storage], last[storage] - 1, size)
+    needed = {}
+    both = zip(order, accumulate(waits), accumulate(gradients), strict=False)
+    for k, (name, waiting, arriving) in enumerate(both):
+        cost = costs.get(name, OpCost(0.0, 0.0))
+        new = sum(b for s, b in cost.saved if kept_from[s] == k and made.get(s, k) == k)
+        forward = waiting + max(0, cost.workspace_bytes - new)
+        needed[name] = max(forward, arriving + cost.backward_bytes)
+    result = [storage for storage in outputs & trained if storage in sizes]
+    loss = sum(sizes[storage] * _LOSS_TENSORS for storage in result)
+    loss += sum(sizes[storage] for storage in result if storage not in kept_from)
+    needed[order[-1]] = max(needed[order[-1]], loss)
+    return needed
+
+
+def _add(steps: list[int], first: int, final: int, size: int) -> None:
+    """Let the sums of `steps` have `size` more from place `first` to `final`."""
+    if first <= final:
+        steps[first] += size
+        steps[final + 1] -= size

@@ -1,0 +1,43 @@
+"""Clocks that tell how long an op takes: what `Meter` asks, and the one that measures."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fxpipe.runtime.stream import synchronize
+
+# Milliseconds of `run(given())`, but for what `given` takes.
+Clock = Callable[[Callable[[Any], object], Callable[[], Any]], float]
+
+_REPEATS = 5
+_ENOUGH_MS = 50.0  # an op that took this long in all is known well enough
+
+
+class StopWatch:
+    """A clock that measures: the median of a few runs on `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._alone = device.type == "cpu" and torch.get_num_threads() == 1
+
+    def __call__(self, run: Callable[[Any], object], given: Callable[[], Any]) -> float:
+        """Run until the time is known well enough."""
+        times: list[float] = []
+        while len(times) < _REPEATS and sum(times) < _ENOUGH_MS:
+            values = given()
+            start = self._now()
+            run(values)
+            times.append(self._now() - start)
+        return statistics.median(times[1:] or times)
+
+    def _now(self) -> float:
+        """Milliseconds, once the device has done all it was given.
+
+        Where this thread does all the work, only those in which it had a processor: what else the
+        machine does is no cost of the op.
+        """
+        synchronize(self._device)
+        return 1e3 * (time.thread_time() if self._alone else time.perf_counter())
