@@ -14,7 +14,7 @@ from fxpipe.schedule import Action, Kind
 
 # The timeline is kept to a thousandth of a ms: two roundings, for each of two actions.
 _ROUNDING_MS = 0.002
-_NEAR = 1.5
+_NEAR = 1.5  # of the fullest device's peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +83,24 @@ def views(manifest: Manifest, trace: Path | None) -> tuple[View, ...]:
 
 def predicted(manifest: Manifest) -> View:
     """The step that the package was compiled for. Raises InputError if plan.json has none."""
-    estimate = manifest.estimate
-    events = trace.predicted(estimate.timeline)
-    if not events:
-        raise InputError("plan.json has no timeline of the step: compile the package again")
+    estimate, n = manifest.estimate, len(manifest.devices)
+    try:
+        events, memory = trace.predicted(estimate.timeline), trace.held(estimate.memory)
+        known = {event.name for event in events} >= set(estimate.critical)
+        fits = known and len(estimate.timeline) == n and len(memory) in (0, n) and all(memory)
+    except ValueError:
+        fits = False
+    if not fits or not events:
+        raise InputError(
+            "plan.json's estimate has no timeline, or memory, of the step that can be read, with a "
+            "row for each device: compile the package again"
+        )
     return View(
         "predicted",
         manifest.devices,
         tuple(sorted([*events, *_recomputed(manifest, events)], key=_time)),
         # Of changes at one moment the last: what is let go of comes before what is taken.
-        tuple(tuple(dict(changes).items()) for changes in trace.held(estimate.memory)),
+        tuple(tuple(dict(changes).items()) for changes in memory),
         estimate.critical,
         estimate.capacity_bytes,
     )

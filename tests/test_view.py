@@ -63,9 +63,22 @@ def test_what_is_no_trace_is_refused(tmp_path, text):
         view.measured(stepped(), tmp_path / "t.json")
 
 
-def test_a_plan_without_a_timeline_is_refused():
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"timeline": ("", "")},
+        {"timeline": TIMELINE[:1]},
+        {"timeline": ("0F0 1.0", "")},
+        {"memory": ("0 1", "0 one")},
+        {"memory": ("0 1",)},
+        {"memory": ("0 1", "")},
+        {"critical": ("7F7",)},
+    ],
+)
+def test_a_plan_whose_step_cannot_be_read_is_refused(wrong):
+    plan = stepped()
     with pytest.raises(InputError, match="compile the package again"):
-        view.predicted(stepped(("", "")))
+        view.predicted(replace(plan, estimate=replace(plan.estimate, **wrong)))
 
 
 def test_numbers_stand_where_nothing_else_does():
