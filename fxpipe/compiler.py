@@ -14,7 +14,7 @@ from fxpipe.capture import flat_inputs
 from fxpipe.codegen.emit import emit
 from fxpipe.devices import device_named
 from fxpipe.errors import CaptureError, InputError
-from fxpipe.ir import Capture, CheckpointMode, Profile
+from fxpipe.ir import Capture, Chain, CheckpointMode, Profile
 from fxpipe.memory import lacks_memory
 from fxpipe.package import Package
 from fxpipe.partial import largest_part
@@ -132,6 +132,29 @@ def measure(
     with line("profile"):
         inputs = flat_inputs(model, args, kwargs or {})
         return _priced(captured, model, inputs, profile, microbatches, lanes)
+
+
+def chained(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    devices: Devices,
+    microbatches: int,
+    profile: Profile | str | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[Chain, Profile]:
+    """What `compile` plans: the chain of `model`'s blocks, and the costs that are in it."""
+    lanes = parse_devices(devices)
+    _check_costs(model, profile)
+    line = _Line(progress)
+    with line("capture"):
+        captured = capture_model(model, args, kwargs or {})
+    with line("profile"):
+        inputs = flat_inputs(model, args, kwargs or {})
+        found = _priced(captured, model, inputs, profile, microbatches, lanes)
+    with line("linearize"):
+        return linearize(captured, found), found
 
 
 def _priced(

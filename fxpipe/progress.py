@@ -42,3 +42,23 @@ class Progress:
             self._status.stop()
             seconds = time.perf_counter() - self._started
             self._console.print(f"{self._name:<12}{seconds:.2f} s")
+
+
+class BestSoFar:
+    """Called with the step in ms of each plan that is better than the ones before."""
+
+    def __init__(self) -> None:
+        self._status = Console(stderr=True, highlight=False).status("searching")
+        self._started = time.perf_counter()
+
+    def __call__(self, step_ms: float) -> None:
+        """A better plan."""
+        seconds = time.perf_counter() - self._started
+        self._status.update(f"searching: best step so far {step_ms:.3f} ms, after {seconds:.1f} s")
+
+    def __enter__(self) -> "BestSoFar":
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()

@@ -15,11 +15,13 @@ class SegmentCost:
     """What a stage's segments change, for one micro-batch.
 
     `kept_bytes` are there from the forward to the end of the backward, `again_bytes` more for a
-    part of the backward, which `again_ms` is added to.
+    part of the backward, which `again_ms` is added to. Between the halves of a backward, what all
+    segments computed again is there, `all_again_bytes`.
     """
 
     kept_bytes: int
     again_bytes: int
+    all_again_bytes: int
     again_ms: float
 
 
@@ -88,12 +90,11 @@ def segment_cost(chain: Chain, begin: int, end: int, segments: Segments) -> Segm
     kept = inputs | _saved(chain, (k for k in range(begin, end) if k not in recomputed))
     again = [_saved(chain, range(first, last)) for first, last in segments]
     present = received | kept.keys()
+    added = [sum(size for name, size in one.items() if name not in present) for one in again]
     return SegmentCost(
         kept_bytes=sum(size for name, size in kept.items() if name not in received),
-        again_bytes=max(
-            (sum(size for name, size in one.items() if name not in present) for one in again),
-            default=0,
-        ),
+        again_bytes=max(added, default=0),
+        all_again_bytes=sum(added),
         again_ms=sum(chain.blocks[k].forward_ms for k in recomputed),
     )
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil
 
@@ -21,10 +22,19 @@ def evaluate(
     checkpoint: tuple[CheckpointMode, ...],
     network: Network,
     training_factor: float = 1.0,
+    segments: Sequence[checkpoints.Segments] = (),
 ) -> Estimate:
     """What the simulator predicts of `chain` cut at `cuts` under `schedule`."""
     halved = frozenset(stage for stage, _ in schedule.split)
     stages, messages = stage_costs(chain, cuts, training_factor, halved)
+    if any(segments):
+        bounds = pairwise((0, *cuts, len(chain.blocks)))
+        stages = tuple(
+            _with_segments(chain, cost, begin, end, own, j in halved)
+            for j, (cost, (begin, end), own) in enumerate(
+                zip(stages, bounds, segments, strict=True)
+            )
+        )
     recompute = checkpoints.recompute_table(checkpoint, schedule.n_microbatches)
     simulation = simulate(schedule, stages, messages, network, recompute)
     received = Counter[int]()
@@ -87,10 +97,10 @@ def stage_costs(
         targets = {stage_of[k] for k in value.consumers if k < len(stage_of)} - {source}
         for target in sorted(targets):
             received[target].add(value.name)
+            sends_back[target] = sends_back[target] or value.gradient
             if source < 0:
                 input_bytes[target] += value.bytes
                 continue
-            sends_back[target] = sends_back[target] or value.gradient
             n_bytes, gradient_bytes = sent.get((source, target), (0, None))
             if value.gradient:
                 gradient_bytes = (gradient_bytes or 0) + value.bytes
@@ -161,6 +171,18 @@ def workspace_bytes(chain: Chain, begin: int, end: int, halved: bool = False) ->
             if first[name] == k and name.partition("/")[0] in own
         )
     return needed
+
+
+def _with_segments(
+    chain: Chain, cost: StageCost, begin: int, end: int, segments: checkpoints.Segments, split: bool
+) -> StageCost:
+    found = checkpoints.segment_cost(chain, begin, end, segments)
+    return replace(
+        cost,
+        saved_bytes=found.kept_bytes,
+        again_bytes=found.all_again_bytes if split else found.again_bytes,
+        again_ms=found.again_ms,
+    )
 
 
 def held_sets(

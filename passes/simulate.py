@@ -152,13 +152,9 @@ def simulate(
         for action in row:
             device_of[action.stage] = device
     given = numbers(stages, messages, network, device_of, recompute, len(schedule.rows))
-    flat = [action for row in schedule.rows for action in row]
-    count = len(flat)
+    rows = rows_of(schedule)
     ran = kernel.run(
-        np.cumsum([len(row) for row in schedule.rows]),
-        np.fromiter((_NUMBERS[action.kind] for action in flat), np.int8, count),
-        np.fromiter((action.stage for action in flat), np.int32, count),
-        np.fromiter((action.microbatch for action in flat), np.int32, count),
+        *rows,
         np.empty((0, 0, 0)),
         np.empty(0, np.bool_),
         np.empty(0, np.int64),
@@ -166,7 +162,7 @@ def simulate(
         *given,
         record,
     )
-    if len(ran[0]) < count:
+    if len(ran[0]) < len(rows[1]):
         check(schedule, tuple(device_of), m)
     return _simulation(schedule, given.at_rest, ran, record)
 
@@ -199,6 +195,17 @@ def _simulation(
                 for device in range(n_devices if record else 0)
             )
         ),
+    )
+
+
+def rows_of(schedule: Schedule) -> tuple[_Ints, NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """The table as the kernel takes it: where rows end, kinds, stages, micro-batches."""
+    flat = [action for row in schedule.rows for action in row]
+    return (
+        np.cumsum([len(row) for row in schedule.rows]),
+        np.fromiter((_NUMBERS[action.kind] for action in flat), np.int8, len(flat)),
+        np.fromiter((action.stage for action in flat), np.int32, len(flat)),
+        np.fromiter((action.microbatch for action in flat), np.int32, len(flat)),
     )
 
 

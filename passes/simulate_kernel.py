@@ -159,7 +159,8 @@ def run(  # type: ignore[no-untyped-def]
     for j in range(n_stages):
         d = device_of[j]
         own_ends[d] += 1
-        for again in range(2):
+        for i in range(n_microbatches):
+            again = 1 if recompute[j, i] else 0
             reserve[d] = max(reserve[d], workspace[j] + comes_back[j, again])
     own_ends = np.cumsum(own_ends)
     held = at_rest.copy()

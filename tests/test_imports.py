@@ -118,9 +118,9 @@ def test_imports_point_one_way(name, file):
 
 
 def passes_that_may_be_imported_by(name: str) -> tuple[str, ...]:
-    """Passes stand alone; only orders and partitioning are families.
+    """Passes stand alone; only orders, partitioning and the search are families.
 
-    Both have a simulator, and partitioning has orders to price.
+    All have a simulator, and the last two have orders to price.
     """
     simulator = ("fxpipe.passes.simulate", "fxpipe.passes.simulate_kernel")
     orders = tuple(other for other in KNOWN if other.startswith("fxpipe.passes.order"))
@@ -129,6 +129,10 @@ def passes_that_may_be_imported_by(name: str) -> tuple[str, ...]:
     if name.startswith("fxpipe.passes.partition"):
         family = (other for other in KNOWN if other.startswith("fxpipe.passes.partition"))
         return (*family, *orders, *simulator, "fxpipe.passes.checkpoints")
+    if name.startswith("fxpipe.passes.search"):
+        family = (other for other in KNOWN if other.startswith("fxpipe.passes.search"))
+        priced = ("fxpipe.passes.checkpoints", "fxpipe.passes.partition_costs")
+        return (*family, *orders, *simulator, *priced)
     return simulator if name == "fxpipe.passes.simulate" else ()
 
 

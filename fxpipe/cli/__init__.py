@@ -8,6 +8,7 @@ import typer
 
 from fxpipe.cli.check import inspect_command, verify_command
 from fxpipe.cli.compile import compile_command
+from fxpipe.cli.plan import plan_command
 from fxpipe.cli.profile import profile_command
 from fxpipe.cli.views import bench_command, report_command, timeline_command
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     help="A compiler for pipeline parallelism in PyTorch.",
 )
 app.command("compile")(compile_command)
+app.command("plan")(plan_command)
 app.command("profile")(profile_command)
 app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)

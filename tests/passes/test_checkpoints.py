@@ -48,11 +48,11 @@ def chain() -> Chain:
 @pytest.mark.parametrize(
     ("segments", "cost"),
     [
-        ([], SegmentCost(20 + 30 + 40 + 50, 0, 0)),
-        ([(2, 4)], SegmentCost(20 + 50 + 2, 30 + 40, 3 + 4)),
-        ([(2, 3), (3, 4)], SegmentCost(20 + 50 + 2 + 3, 40, 3 + 4)),
-        ([(1, 5)], SegmentCost(0, 20 + 30 + 40 + 50, 2 + 3 + 4 + 5)),  # its input is received
-        ([(1, 2), (3, 5)], SegmentCost(30 + 3, 40 + 50, 2 + 4 + 5)),
+        ([], SegmentCost(20 + 30 + 40 + 50, 0, 0, 0)),
+        ([(2, 4)], SegmentCost(20 + 50 + 2, 30 + 40, 30 + 40, 3 + 4)),
+        ([(2, 3), (3, 4)], SegmentCost(20 + 50 + 2 + 3, 40, 30 + 40, 3 + 4)),
+        ([(1, 5)], SegmentCost(0, 140, 140, 2 + 3 + 4 + 5)),  # its input is received
+        ([(1, 2), (3, 5)], SegmentCost(30 + 3, 40 + 50, 20 + 40 + 50, 2 + 4 + 5)),
     ],
     ids=str,
 )
@@ -68,8 +68,8 @@ def test_a_storage_counts_once_whoever_keeps_it(chain):
     chain = replace(chain, blocks=tuple(blocks))
 
     assert segment_cost(chain, 1, 5, []).kept_bytes == 20 + (2 + 5) + 40
-    assert segment_cost(chain, 1, 5, [(2, 3)]) == SegmentCost(20 + 2 + 40 + 5, 0, 3)
-    assert segment_cost(chain, 1, 5, [(2, 5)]) == SegmentCost(20 + 2, 40 + 5, 3 + 4 + 5)
+    assert segment_cost(chain, 1, 5, [(2, 3)]) == SegmentCost(20 + 2 + 40 + 5, 0, 0, 3)
+    assert segment_cost(chain, 1, 5, [(2, 5)]) == SegmentCost(20 + 2, 40 + 5, 40 + 5, 3 + 4 + 5)
 
 
 def test_a_value_that_skips_into_a_segment_is_kept(chain):

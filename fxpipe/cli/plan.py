@@ -1,0 +1,93 @@
+"""`fxpipe plan`: plans of a model, or of a bare chain of costs, beside each other."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fxpipe.cli.answer import Json, answering
+from fxpipe.errors import InputError
+
+
+class Recompute(StrEnum):
+    """Whether blocks may be computed again in backward."""
+
+    NEVER = "never"
+    AUTO = "auto"
+
+
+def plan_command(
+    devices: Annotated[str, typer.Option(help="A count, or a list as in cuda:0,cuda:1 and cpu*4.")],
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TARGET]", help="model.py, model.py:factory or package.module:factory"
+        ),
+    ] = None,
+    chain: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Costs by block, in place of a model."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a training step of TARGET.")] = 8,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="[default: twice the devices]")
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|NAME|FILE.csv",
+            help="Plan for this one alone [default: the named ones and auto, compared]",
+        ),
+    ] = None,
+    loops: Annotated[
+        int | None, typer.Option(min=1, help="Stages a device [default: 1 to 4 are tried]")
+    ] = None,
+    checkpoint: Annotated[
+        Recompute, typer.Option(help="auto: compute blocks again where that pays.")
+    ] = Recompute.NEVER,
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|analytic:DEVICE", help="The costs of TARGET's ops."),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="22GiB, or one amount for each device.")
+    ] = None,
+    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for the search.")] = 30.0,
+    seed: Annotated[int, typer.Option(help="Of the search's chance.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Compare plans of TARGET, or of a bare chain: schedule, cuts, step, bubble, peak, gap."""
+    with answering(as_json) as answer:
+        import dataclasses
+
+        from fxpipe import report_plan
+        from fxpipe.capacity import capacity_bytes
+        from fxpipe.chain_file import load_chain
+        from fxpipe.planner import answered, chain_question, model_question, named
+        from fxpipe.progress import BestSoFar
+        from fxpipe.schedule import Schedule
+
+        if (target is None) == (chain is None):
+            raise InputError("give a TARGET, or --chain FILE.json in its place")
+        if chain is not None:
+            question = chain_question(load_chain(chain), devices, microbatches)
+        else:
+            assert target is not None
+            question = model_question(target, devices, batch, microbatches, profile)
+        question = dataclasses.replace(
+            question, recompute=checkpoint is Recompute.AUTO, loops=loops
+        )
+        if memory is not None:
+            capacity = capacity_bytes(memory, question.n_devices)
+            question = dataclasses.replace(question, capacity_bytes=capacity)
+        order = Schedule.read(schedule) if schedule and schedule.endswith(".csv") else schedule
+        with BestSoFar() as progress:
+            found = answered(
+                question, order or "auto", seed=seed, time_limit_s=time_limit, progress=progress
+            )
+        others = [] if schedule else list(named(question))
+        answer(
+            report_plan.plan_json(question, found, others),
+            report_plan.plan_table(question, found, others),
+        )

@@ -1,0 +1,143 @@
+"""Plans of one chain beside each other: the named schedules and what the search finds."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from fxpipe.chain_file import ChainFile
+from fxpipe.compiler import chained
+from fxpipe.errors import FxpipeError
+from fxpipe.ir import Chain, CheckpointMode, Network, Plan
+from fxpipe.passes import order
+from fxpipe.passes.partition import partition
+from fxpipe.passes.search_plan import LOOPS, NAME, search
+from fxpipe.profile_file import costs_of, is_analytic
+from fxpipe.progress import Progress
+from fxpipe.runtime.stream import parse_devices
+from fxpipe.schedule import Schedule
+from fxpipe.target import load
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is planned, for which devices. `recompute`: blocks may be computed again."""
+
+    chain: Chain
+    n_devices: int
+    n_microbatches: int
+    network: Network
+    capacity_bytes: tuple[int, ...]
+    training_factor: float
+    recompute: bool = False
+    loops: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A schedule's plan, or why there is none, and how long it took to find."""
+
+    schedule: str
+    plan: Plan | None
+    why_not: str
+    seconds: float
+
+
+def chain_question(file: ChainFile, devices: str, microbatches: int | None) -> Question:
+    """A bare chain's; on twice as many micro-batches as devices if nothing is said."""
+    n_devices = len(parse_devices(devices))
+    return Question(
+        chain=file.chain,
+        n_devices=n_devices,
+        n_microbatches=microbatches or 2 * n_devices,
+        network=file.network,
+        capacity_bytes=(file.capacity_bytes,) * n_devices,
+        training_factor=file.training_factor,
+    )
+
+
+def model_question(
+    target: str, devices: str, batch: int, microbatches: int | None, profile: str | None
+) -> Question:
+    """A model's, whose ops are measured here unless `profile` tells what they cost."""
+    lanes = parse_devices(devices)
+    m = microbatches or min(batch, 2 * len(lanes))
+    loaded = load(target)
+    costs = None if profile is None else costs_of(profile)
+    inputs = loaded.inputs(batch)
+    model = loaded.build_without_memory() if is_analytic(costs) else loaded.build()
+    with Progress() as progress, loaded.running(f"{type(model).__name__}.forward"):
+        chain, priced = chained(
+            model,
+            inputs.args,
+            inputs.kwargs,
+            devices=lanes,
+            microbatches=m,
+            profile=costs,
+            progress=progress,
+        )
+    return Question(
+        chain=chain,
+        n_devices=len(lanes),
+        n_microbatches=m,
+        network=priced.network,
+        capacity_bytes=(priced.capacity_bytes,) * len(lanes),
+        training_factor=1.0,
+    )
+
+
+def answered(
+    question: Question,
+    schedule: str | Schedule,
+    *,
+    seed: int,
+    time_limit_s: float,
+    progress: Callable[[float], None] = lambda _: None,
+) -> Answer:
+    """The best plan that the search finds, of any order or of this schedule's. Raises PlanError."""
+    q = question
+    start = time.perf_counter()
+    table, name = None, NAME
+    if isinstance(schedule, Schedule):
+        table, name = schedule, "table"
+    elif schedule != NAME:
+        loops = q.loops or order.usual_loops(schedule, q.n_devices)
+        table, name = order.build(schedule, q.n_devices, q.n_microbatches, loops), schedule
+    plan = search(
+        q.chain,
+        n_devices=q.n_devices,
+        n_microbatches=q.n_microbatches,
+        network=q.network,
+        capacity_bytes=q.capacity_bytes,
+        training_factor=q.training_factor,
+        recompute=q.recompute,
+        loops=LOOPS if q.loops is None else (q.loops,),
+        table=table,
+        seed=seed,
+        time_limit_s=time_limit_s,
+        progress=progress,
+    )
+    return Answer(name, plan, "", time.perf_counter() - start)
+
+
+def named(question: Question) -> Iterator[Answer]:
+    """Each named schedule, its cuts by dynamic programming, nothing computed again."""
+    q = question
+    for name in order.NAMES:
+        loops = q.loops or order.usual_loops(name, q.n_devices)
+        start = time.perf_counter()
+        try:
+            plan = partition(
+                q.chain,
+                n_stages=q.n_devices * loops,
+                n_microbatches=q.n_microbatches,
+                schedule=name,
+                checkpoint=CheckpointMode.NEVER,
+                network=q.network,
+                capacity_bytes=q.capacity_bytes,
+                solver="dp",
+                loops=loops,
+                training_factor=q.training_factor,
+            )
+            yield Answer(name, plan, "", time.perf_counter() - start)
+        except FxpipeError as error:
+            yield Answer(name, None, str(error), time.perf_counter() - start)

@@ -1,0 +1,208 @@
+"""The search: cuts, stages a device, map, order of actions and recomputation, all together.
+
+1. Every named schedule on cuts of equal time is a first answer.
+2. For each *shape*, a map of stages to devices (round and round, or back and forth, one to several
+   stages a device), cuts are moved as in Pfeife (Jhoo et al., ICML 2025, section 4): one by 1 to 10
+   places, the others in proportion, or a few together; ours move the price of memory too, at
+   which a device computes blocks again. What a move is worth is told by a step in which each
+   device chooses what it runs (search_kernel.attempt). Shapes that fall behind are dropped.
+3. The order of the best is polished, and halves of backwards that gain nothing are put together.
+
+What it does hangs on `seed` and on the actions that it simulates, which the time limit stands for;
+the limit in seconds only guards it.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from fxpipe.passes import order
+from fxpipe.passes import search_kernel as kernel
+from fxpipe.passes.search_judge import (
+    Candidate,
+    Found,
+    Judge,
+    Path,
+    SearchProblem,
+    even_path,
+    shapes,
+    spread,
+)
+from fxpipe.passes.simulate import KINDS
+from fxpipe.schedule import Action, Schedule
+
+# Actions simulated in a second of a slow and busy core.
+_WORK_PER_SECOND = 600_000
+_FARTHEST = 10
+_LATE = 30  # moves: a change that is no worse than what stood so long ago is kept
+# Shares of the work: for moves in rounds, each with half of the shapes left, then for the order.
+_ROUNDS, _POLISH = (0.25, 0.25, 0.25), 0.25
+_NAMED = 2  # named schedules whose cuts are moved
+
+
+@dataclass(slots=True)
+class _Climb:
+    """Where the moves of one shape stand (late acceptance hill climbing, as in `polish`)."""
+
+    here: Found
+    best: Found
+    late: list[tuple[int, float]]
+    moves: int = 0
+
+
+class Search:
+    """One search under way: its budget, its chance, what it found."""
+
+    def __init__(
+        self,
+        problem: SearchProblem,
+        *,
+        seed: int,
+        time_limit_s: float,
+        progress: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        self.judge = Judge(problem)
+        self.problem = problem
+        self.random = Random(seed)
+        self.budget = _WORK_PER_SECOND * time_limit_s
+        self.time_limit_s = time_limit_s
+        self.ends_at = float("inf")
+        self.progress = progress
+
+    def run(self) -> Found:
+        """The best step found."""
+        climbs = self._begun()  # the first step of a process waits for machine code
+        self.ends_at = time.monotonic() + self.time_limit_s
+        spent = 0.0
+        for share in _ROUNDS:
+            spent += share
+            for k, climb in enumerate(climbs):
+                begun = self.judge.work
+                until = begun + (spent * self.budget - begun) / (len(climbs) - k)
+                while self.judge.work < until and time.monotonic() < self.ends_at:
+                    self._move(climb)
+            climbs.sort(key=lambda climb: climb.best.worth)
+            climbs = climbs[: max(2, len(climbs) // 2)]
+        return min(
+            (self._polished(climb.best, len(climbs)) for climb in climbs),
+            key=lambda found: found.worth,
+        )
+
+    def _begun(self) -> list[_Climb]:
+        """A climb for each shape, and for the best of the named schedules."""
+        problem, most = self.problem, len(self.problem.edges) - 1
+        if problem.table is not None:
+            return [self._begin(problem.table.stage_to_device, problem.table)]
+        named = sorted(
+            (
+                self._begin(table.stage_to_device, table)
+                for table in tables(problem.n_devices, problem.n_microbatches, problem.loops)
+                if table.n_stages <= most
+            ),
+            key=lambda climb: climb.best.worth,
+        )
+        chosen = [s for s in shapes(problem.n_devices, problem.loops) if len(s) <= most]
+        return [*named[:_NAMED], *(self._begin(shape) for shape in chosen)]
+
+    def _begin(self, shape: tuple[int, ...], table: Schedule | None = None) -> _Climb:
+        """Equal times, and the lowest price of memory at which that fits."""
+        p, m = self.problem.n_devices, self.problem.n_microbatches
+        path = even_path(self.problem, len(shape))
+        found = None
+        for step in range(len(self.judge.prices)):
+            tried = self.judge(Candidate(path, shape, (step,) * p, table), (1, p, m), 3)
+            if found is None or tried.worth < found.worth:
+                found = tried
+            if not tried.worth[0]:
+                break
+        assert found is not None
+        return _Climb(found, found, [found.worth] * _LATE)
+
+    def _move(self, climb: _Climb) -> None:
+        candidate = self._moved(climb.here.candidate)
+        found = self.judge(candidate, (1, self.problem.n_devices), 2)
+        place = climb.moves % _LATE
+        if found.worth <= max(climb.late[place], climb.here.worth):
+            climb.here = found
+            if found.worth < climb.best.worth:
+                climb.best = found
+                self.progress(found.worth[1])
+        climb.late[place] = climb.here.worth
+        climb.moves += 1
+
+    def _moved(self, candidate: Candidate) -> Candidate:
+        """One random move; the candidate itself where there is nothing to move."""
+        kind = self.random.random()
+        if len(self.judge.prices) > 1 and kind < 0.2:
+            d = self.random.randrange(self.problem.n_devices)
+            step = candidate.prices[d] + self.random.choice((-1, 1))
+            step = min(max(step, 0), len(self.judge.prices) - 1)
+            prices = (*candidate.prices[:d], step, *candidate.prices[d + 1 :])
+            return replace(candidate, prices=prices)
+        if len(candidate.path) == 2:
+            return candidate
+        if not self._alike and candidate.table is None and kind > 0.95:
+            d, e = (self.random.randrange(self.problem.n_devices) for _ in range(2))
+            swap = {d: e, e: d}
+            return replace(candidate, device_of=tuple(swap.get(x, x) for x in candidate.device_of))
+        return replace(candidate, path=self._shifted(candidate.path))
+
+    @property
+    def _alike(self) -> bool:
+        """Whether it is all the same which device is which."""
+        return not self.problem.network.pairs and len(set(self.problem.capacity_bytes)) == 1
+
+    def _shifted(self, path: Path) -> Path:
+        end, n = path[-1], len(path) - 1
+        j = self.random.randrange(1, n)
+        step = self.random.choice((-1, 1)) * self.random.randint(1, _FARTHEST)
+        moved = [*path]
+        kind = self.random.random()
+        if kind < 0.4:  # the others in proportion
+            to = min(max(path[j] + step, j), end - (n - j))
+            moved[1:j] = [round(e * to / path[j]) for e in path[1:j]]
+            after = (end - to) / (end - path[j])
+            moved[j + 1 : -1] = [end - round((end - e) * after) for e in path[j + 1 : -1]]
+            moved[j] = to
+        else:  # one alone, or a few together
+            last = j if kind < 0.7 else self.random.randrange(j, n)
+            for k in range(j, last + 1):
+                moved[k] += step
+        return spread(moved, end)
+
+    def _polished(self, found: Found, n_left: int) -> Found:
+        """The same cuts in a better order."""
+        per_try = max(1, len(found.ran[0]))
+        tries = int(_POLISH * self.budget / n_left / per_try)
+        if time.monotonic() > self.ends_at:
+            return found
+        over, step_ms, work, ran = kernel.polish(
+            found.numbers,
+            found.split,
+            self.judge.capacity,
+            found.rank,
+            found.room,
+            tries,
+            self.random.randrange(2**31),
+        )
+        self.judge.work += work
+        worth = (int(over), float(step_ms))
+        return replace(found, worth=worth, ran=ran) if worth < found.worth else found
+
+
+def tables(n_devices: int, n_microbatches: int, loops: Sequence[int]) -> Iterator[Schedule]:
+    """The named schedules with as many stages a device."""
+    for name in order.NAMES:
+        usual = order.usual_loops(name, n_devices)
+        for count in loops if name in order.LOOPED and n_devices > 1 else (usual,):
+            if count in loops:
+                yield order.build(name, n_devices, n_microbatches, count)
+
+
+def table_of(found: Found, n_devices: int) -> Schedule:
+    """The step that ran as a table."""
+    rows: list[list[Action]] = [[] for _ in range(n_devices)]
+    for d, kind, j, i in zip(*(x.tolist() for x in found.ran[:4]), strict=True):
+        rows[d].append(Action(j, KINDS[kind], i))
+    return Schedule(tuple(map(tuple, rows)))

@@ -1,0 +1,121 @@
+"""A chain as the arrays that the search's kernels take."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxpipe.ir import Chain, Network
+
+_Ints = NDArray[np.int64]
+_Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainArrays:
+    """What `search_kernel.cut` takes of a chain, in its order.
+
+    `..._before[k]` is the sum over the blocks before k, `crossing[k]` the bytes that cross the
+    place before block k. Of the storages that blocks name, those of block k end at `..._ends[k]`;
+    `..._befores` is the block that named the same one last, -1 for none.
+    """
+
+    forward_before: _Floats
+    backward_before: _Floats
+    weight_before: _Floats
+    workspaces: _Ints
+    arriving_before: _Ints
+    crossing: _Ints
+    saved_ends: _Ints
+    saved_befores: _Ints
+    saved_sizes: _Ints
+    saved_values: _Ints
+    static_ends: _Ints
+    static_befores: _Ints
+    static_sizes: _Ints
+    producers: _Ints
+    value_sizes: _Ints
+    gradients: NDArray[np.bool_]
+    read_ends: _Ints
+    readers: _Ints
+
+    def __iter__(self) -> Iterator[Any]:
+        return (getattr(self, name) for name in self.__slots__)
+
+
+def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
+    """The arrays of `chain`, whose parameters count `1 + training_factor` times."""
+    blocks, values = chain.blocks, chain.values
+    number = {value.name: k for k, value in enumerate(values)}
+    saved = [block.saved for block in blocks]
+    factor = 1 + training_factor
+    static = [
+        (*((name, int(np.ceil(size * factor))) for name, size in block.parameters), *block.buffers)
+        for block in blocks
+    ]
+    crossing = np.zeros(len(blocks) + 1, np.int64)
+    for value in values:
+        inside = [k for k in value.consumers if k < len(blocks)]
+        if value.producer >= 0 and inside:
+            crossing[value.producer + 1 : max(inside) + 1] += value.bytes
+    return ChainArrays(
+        forward_before=_before(block.forward_ms for block in blocks),
+        backward_before=_before(block.backward_ms for block in blocks),
+        weight_before=_before(block.weight_gradient_ms for block in blocks),
+        workspaces=np.array([block.workspace_bytes for block in blocks], np.int64),
+        arriving_before=np.concatenate(
+            ([0], np.cumsum([block.arriving_bytes for block in blocks], dtype=np.int64))
+        ),
+        crossing=crossing,
+        saved_ends=_ends(saved),
+        saved_befores=_befores(saved),
+        saved_sizes=_sizes(saved),
+        saved_values=np.array(
+            [number.get(name, -1) for named in saved for name, _ in named], np.int64
+        ),
+        static_ends=_ends(static),
+        static_befores=_befores(static),
+        static_sizes=_sizes(static),
+        producers=np.array([value.producer for value in values], np.int64),
+        value_sizes=np.array([value.bytes for value in values], np.int64),
+        gradients=np.array([value.gradient for value in values], np.bool_),
+        read_ends=_ends([value.consumers for value in values]),
+        readers=np.array([k for value in values for k in value.consumers], np.int64),
+    )
+
+
+def links_of(network: Network, n_devices: int) -> tuple[_Floats, _Floats]:
+    """Latencies and bytes per ms by pair of devices."""
+    devices = range(n_devices)
+    links = [[network.between(d, e) for e in devices] for d in devices]
+    return (
+        np.array([[link.latency_ms for link in row] for row in links]),
+        np.array([[link.bytes_per_ms for link in row] for row in links]),
+    )
+
+
+_Named = Sequence[tuple[str, int]]
+
+
+def _before(costs: Iterable[float]) -> _Floats:
+    return np.concatenate(([0.0], np.cumsum(list(costs))))
+
+
+def _ends(lists: Sequence[Sequence[Any]]) -> _Ints:
+    return np.cumsum([len(one) for one in lists], dtype=np.int64)
+
+
+def _sizes(lists: Sequence[_Named]) -> _Ints:
+    return np.array([size for one in lists for _, size in one], np.int64)
+
+
+def _befores(lists: Sequence[_Named]) -> _Ints:
+    last: dict[str, int] = {}
+    befores = []
+    for k, named in enumerate(lists):
+        for name, _ in named:
+            befores.append(last.get(name, -1))
+            last[name] = k
+    return np.array(befores, np.int64)

@@ -1,0 +1,174 @@
+"""What the search looks at, candidates, and the judge that tells what one is worth."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxpipe.ir import Chain, Network
+from fxpipe.passes import search_kernel as kernel
+from fxpipe.passes.search_chain import chain_arrays, links_of
+from fxpipe.passes.simulate import rows_of
+from fxpipe.passes.simulate_kernel import run
+from fxpipe.schedule import Schedule
+
+_PRICES = 12  # steps of the price of memory
+
+Path = tuple[int, ...]
+_Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchProblem:
+    """What is searched. A stage begins at one of `edges`.
+
+    `recompute` says whether blocks may be computed again, `loops` how many stages a device may
+    hold. With a `table` the order is given, and with it the stages' number and devices.
+    """
+
+    chain: Chain
+    edges: tuple[int, ...]
+    n_devices: int
+    n_microbatches: int
+    network: Network
+    capacity_bytes: tuple[int, ...]
+    training_factor: float
+    recompute: bool
+    loops: tuple[int, ...]
+    table: Schedule | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Places of the stages' bounds among the edges, the stages' devices, the devices' price steps.
+
+    With a `table` the devices follow it, else each chooses.
+    """
+
+    path: Path
+    device_of: tuple[int, ...]
+    prices: tuple[int, ...]
+    table: Schedule | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A candidate, what it is worth (bytes over, ms) and the step that ran."""
+
+    worth: tuple[int, float]
+    candidate: Candidate
+    numbers: Any
+    split: NDArray[np.bool_]
+    rank: Any
+    room: Any
+    ran: Any
+
+
+class Judge:
+    """Tells what candidates are worth, and counts the work."""
+
+    def __init__(self, problem: SearchProblem) -> None:
+        self.problem = problem
+        self.chain = chain_arrays(problem.chain, problem.training_factor)
+        self.links = links_of(problem.network, problem.n_devices)
+        self.capacity = np.array(problem.capacity_bytes, np.int64)
+        self.edges = np.array(problem.edges, np.int64)
+        self.prices = self._prices()
+        self.work = 0
+        self._rows: dict[Schedule, Any] = {}
+
+    def _prices(self) -> list[float]:
+        """Prices of a byte in ms: none, then from the cheapest block to compute again upwards."""
+        forward = np.diff(self.chain.forward_before)
+        sizes = np.array([sum(size for _, size in b.saved) for b in self.problem.chain.blocks])
+        ratios = np.sort(forward[sizes > 0] / sizes[sizes > 0])
+        if not self.problem.recompute or not len(ratios):
+            return [0.0]
+        steps = np.quantile(ratios, np.linspace(0, 1, _PRICES - 1))
+        return [0.0, *(steps * (1 + 1e-9)).tolist(), float("inf")][: _PRICES + 1]
+
+    def numbers(self, candidate: Candidate, split: NDArray[np.bool_]) -> tuple[Any, Any]:
+        """What the kernels take of `candidate`, and the blocks that it computes again."""
+        device_of = np.array(candidate.device_of, np.int64)
+        prices = np.array([self.prices[candidate.prices[d]] for d in candidate.device_of])
+        prices = np.minimum(prices, 1e30)
+        return kernel.cut(  # type: ignore[no-any-return]
+            self.edges[list(candidate.path)],
+            self.problem.n_microbatches,
+            device_of,
+            prices,
+            split,
+            *self.chain,
+            *self.links,
+        )
+
+    def __call__(self, candidate: Candidate, groups: Sequence[int], rounds: int) -> Found:
+        """The best step of `candidate` from these first ranks, with and without patience."""
+        if candidate.table is not None:
+            return self._following(candidate, candidate.table)
+        split = np.ones(len(candidate.device_of), np.bool_)
+        numbers, _ = self.numbers(candidate, split)
+        policies = [(group, patience) for group in dict.fromkeys(groups) for patience in (0.0, 1.0)]
+        over, step_ms, work, rank, room, ran = kernel.attempt(
+            numbers,
+            split,
+            self.capacity,
+            np.array([group for group, _ in policies], np.int64),
+            np.array([patience for _, patience in policies]),
+            rounds,
+        )
+        self.work += work
+        return Found((int(over), float(step_ms)), candidate, numbers, split, rank, room, ran)
+
+    def _following(self, candidate: Candidate, table: Schedule) -> Found:
+        split = np.zeros(len(candidate.device_of), np.bool_)
+        split[[stage for stage, _ in table.split]] = True
+        numbers, _ = self.numbers(candidate, split)
+        if table not in self._rows:
+            self._rows[table] = rows_of(table)
+        ran = run(
+            *self._rows[table],
+            np.empty((0, 0, 0)),
+            np.empty(0, np.bool_),
+            np.empty(0, np.int64),
+            0.0,
+            *numbers,
+            False,
+        )
+        self.work += len(ran[0])
+        over, step_ms = kernel.judge(ran, len(ran[0]), self.capacity)
+        rank = kernel.latest_starts(*ran[:6], numbers, len(self.capacity))
+        worth = int(over), float(step_ms)
+        return Found(worth, candidate, numbers, split, rank, self.capacity, ran)
+
+
+def shapes(n_devices: int, loops: Sequence[int]) -> list[tuple[int, ...]]:
+    """Maps of stages to devices: round and round, and back and forth."""
+    found: dict[tuple[int, ...], None] = {}
+    for count in loops:
+        forth = list(range(n_devices))
+        found[tuple(forth * count)] = None
+        found[tuple(d for k in range(count) for d in (forth if k % 2 == 0 else forth[::-1]))] = None
+    return list(found)
+
+
+def even_path(problem: SearchProblem, n_stages: int) -> Path:
+    """Stages of equal time, as far as the edges allow."""
+    arrays = np.cumsum([0.0, *(b.forward_ms + b.backward_ms for b in problem.chain.blocks)])
+    at_edges = arrays[list(problem.edges)]
+    path = [bisect_left(at_edges, at_edges[-1] * j / n_stages) for j in range(n_stages + 1)]
+    return spread(path, len(problem.edges) - 1)
+
+
+def spread(path: Sequence[int], end: int) -> Path:
+    """The nearest path upwards, then downwards, with an atom in every stage."""
+    n = len(path) - 1
+    spaced = [0, *path[1:-1], end]
+    for j in range(1, n):
+        spaced[j] = max(spaced[j], spaced[j - 1] + 1)
+    for j in range(n - 1, 0, -1):
+        spaced[j] = min(spaced[j], spaced[j + 1] - 1)
+    return tuple(spaced)

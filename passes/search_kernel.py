@@ -1,0 +1,336 @@
+"""What the search computes tens of thousands of times, on arrays alone.
+
+From cuts to the numbers that `simulate_kernel.run` takes, and from a step that ran to the latest
+times at which its actions could have started, which are the next try's ranks.
+"""
+
+import numpy as np
+
+from fxpipe.jit import compiled
+from fxpipe.passes.simulate_kernel import BACKWARD, FORWARD, INPUT, WEIGHT, run
+
+
+@compiled
+def sent_here(value, begin, end, producers, read_ends, readers):  # type: ignore[no-untyped-def]
+    """Whether the blocks [begin, end) are sent this value: made before them, read by one."""
+    if value < 0 or producers[value] >= begin:
+        return False
+    for r in range(read_ends[value - 1] if value > 0 else 0, read_ends[value]):
+        if begin <= readers[r] < end:
+            return True
+    return False
+
+
+@compiled
+def static_bytes(begin, end, ends, befores, sizes):  # type: ignore[no-untyped-def]
+    """What the blocks [begin, end) hold between steps; storages that several name count once."""
+    total = 0
+    for k in range(ends[begin - 1] if begin > 0 else 0, ends[end - 1]):
+        if befores[k] < begin:
+            total += sizes[k]
+    return total
+
+
+@compiled
+def stage_memory(  # type: ignore[no-untyped-def]
+    begin, end, price, forward_before, crossing,
+    ends, befores, sizes, values, producers, read_ends, readers, again,
+):  # fmt: skip
+    """What a stage keeps of one micro-batch and what it computes again, where a byte costs `price`.
+
+    Of all ways to compute blocks again, the one with the least ms + price x bytes kept; a run of
+    such blocks keeps what crosses the place before it. The blocks are marked in `again`. Returns
+    bytes kept, bytes that come again in all, those of the largest run, ms.
+    """
+    n = end - begin
+    saved = np.zeros(n, np.int64)
+    total = 0
+    for k in range(n):
+        for place in range(ends[begin + k - 1] if begin + k > 0 else 0, ends[begin + k]):
+            if befores[place] < begin and not sent_here(
+                values[place], begin, end, producers, read_ends, readers
+            ):
+                saved[k] += sizes[place]
+        total += saved[k]
+        again[begin + k] = False
+    if price <= 0:
+        return total, 0, 0, 0.0
+    # The best that ends in a block kept (0) or computed again (1), and where it came from.
+    came = np.zeros((n, 2), np.int8)
+    kept_cost, again_cost = 0.0, np.inf
+    for k in range(n):
+        forward = forward_before[begin + k + 1] - forward_before[begin + k]
+        begun = kept_cost + (price * crossing[begin + k] if k > 0 else 0.0) + forward
+        went_on = again_cost + forward
+        came[k, 0] = 0 if kept_cost <= again_cost else 1
+        came[k, 1] = 0 if begun < went_on else 1
+        kept_cost = min(kept_cost, again_cost) + price * saved[k]
+        again_cost = min(begun, went_on)
+    state = 0 if kept_cost <= again_cost else 1
+    for k in range(n - 1, -1, -1):
+        again[begin + k] = state == 1
+        state = came[k, state]
+    kept, comes, largest, run, ms = 0, 0, 0, 0, 0.0
+    for k in range(n):
+        if again[begin + k]:
+            if k > 0 and not again[begin + k - 1]:
+                kept += crossing[begin + k]
+                run = 0
+            run += saved[k]
+            comes += saved[k]
+            largest = max(largest, run)
+            ms += forward_before[begin + k + 1] - forward_before[begin + k]
+        else:
+            kept += saved[k]
+    return kept, comes, largest, ms
+
+
+@compiled
+def cut(  # type: ignore[no-untyped-def]
+    bounds, n_microbatches, device_of, prices, split,
+    forward_before, backward_before, weight_before, workspaces, arriving_before, crossing,
+    saved_ends, saved_befores, saved_sizes, saved_values,
+    static_ends, static_befores, static_sizes,
+    producers, value_sizes, gradients, read_ends, readers,
+    latency, per_ms,
+):  # fmt: skip
+    """The numbers of stages with these bounds, stage j on device `device_of[j]`.
+
+    `prices[j]` is what a kept byte costs stage j in ms, 0 where it computes nothing again.
+    """
+    n, n_devices = len(bounds) - 1, len(latency)
+    lasts = np.empty((4, n, 2))
+    keeps, comes_back = np.zeros((n, 2), np.int64), np.zeros((n, 2), np.int64)
+    workspace = np.zeros(n, np.int64)
+    at_rest = np.zeros(n_devices, np.int64)
+    sends_back = np.zeros(n, np.bool_)
+    there, back = np.full((n, n), -1, np.int64), np.full((n, n), -1, np.int64)
+    inputs = np.zeros(n, np.int64)
+    again = np.zeros(bounds[n], np.bool_)
+    for value in range(len(producers)):
+        source = -1
+        if producers[value] >= 0:
+            source = np.searchsorted(bounds, producers[value], side="right") - 1
+        last = source
+        if gradients[value] and source >= 0 and readers[read_ends[value] - 1] == bounds[n]:
+            inputs[source] += value_sizes[value]  # the caller's gradient of the output
+        for r in range(read_ends[value - 1] if value > 0 else 0, read_ends[value]):
+            target = np.searchsorted(bounds, readers[r], side="right") - 1
+            if target <= last or target >= n:
+                continue
+            last = target
+            sends_back[target] = sends_back[target] or gradients[value]
+            if source < 0:
+                inputs[target] += value_sizes[value]
+                continue
+            there[source, target] = max(there[source, target], 0) + value_sizes[value]
+            if gradients[value]:
+                back[source, target] = max(back[source, target], 0) + value_sizes[value]
+    for j in range(n):
+        begin, end = bounds[j], bounds[j + 1]
+        forward = forward_before[end] - forward_before[begin]
+        backward = backward_before[end] - backward_before[begin]
+        weight = weight_before[end] - weight_before[begin] if sends_back[j] else backward
+        kept, comes, largest, again_ms = stage_memory(
+            begin, end, prices[j], forward_before, crossing,
+            saved_ends, saved_befores, saved_sizes, saved_values,
+            producers, read_ends, readers, again,
+        )  # fmt: skip
+        at_rest[device_of[j]] += static_bytes(begin, end, static_ends, static_befores, static_sizes)
+        for k in range(2):
+            lasts[FORWARD, j, k] = forward
+            lasts[BACKWARD, j, k] = backward + again_ms
+            lasts[INPUT, j, k] = backward + again_ms - weight
+            lasts[WEIGHT, j, k] = weight
+            keeps[j, k] = inputs[j] + kept
+            comes_back[j, k] = largest
+            if split[j]:
+                # Between its halves a backward holds all that was computed again.
+                comes_back[j, k] = comes + arriving_before[end] - arriving_before[begin]
+        for k in range(begin, end):
+            workspace[j] = max(workspace[j], workspaces[k])
+    outbox_ends = np.zeros(2 * n, np.int64)
+    receivers = np.empty(n * n, np.int64)
+    sizes, transfers = np.empty(n * n, np.int64), np.empty(n * n)
+    n_slots = 0
+    for box in range(2 * n):
+        j = box // 2
+        for step in range(1, n):  # nearest first
+            other = j + step if box % 2 == 0 else j - step
+            if other < 0 or other >= n or device_of[other] == device_of[j]:
+                continue
+            size = there[j, other] if box % 2 == 0 else back[other, j]
+            if size >= 0:
+                d, e = device_of[j], device_of[other]
+                receivers[n_slots], sizes[n_slots] = other, size
+                transfers[n_slots] = latency[d, e] + size / per_ms[d, e]
+                n_slots += 1
+        outbox_ends[box] = n_slots
+    recompute = np.zeros((n, n_microbatches), np.bool_)
+    numbers = (
+        device_of, lasts, keeps, comes_back, workspace, recompute, outbox_ends,
+        receivers[:n_slots], sizes[:n_slots], transfers[:n_slots], at_rest,
+    )  # fmt: skip
+    return numbers, again
+
+
+@compiled
+def first_ranks(n_stages, n_microbatches, group):  # type: ignore[no-untyped-def]
+    """Ranks to begin with: a backward before a forward before a W.
+
+    Forwards go through the stages in groups of micro-batches, as do backwards; the deeper a stage,
+    the later its forward and the earlier its backward within the group.
+    """
+    rank = np.empty((3, n_stages, n_microbatches))
+    total = float(n_stages * n_microbatches)
+    for j in range(n_stages):
+        for i in range(n_microbatches):
+            place = (i // group) * n_stages * group + i % group
+            rank[0, j, i] = total + place + j * group
+            rank[1, j, i] = place + (n_stages - 1 - j) * group
+            rank[2, j, i] = 4 * total + i * n_stages + n_stages - 1 - j
+    return rank
+
+
+@compiled
+def latest_starts(  # type: ignore[no-untyped-def]
+    devices, kinds, stages, microbatches, starts, ends, numbers, n_devices
+):  # fmt: skip
+    """When each action of a step that ran had to start at the latest, if its order is kept."""
+    recompute = numbers[5]
+    outbox_ends, receivers, transfers = numbers[6], numbers[7], numbers[9]
+    n_stages, n_microbatches = recompute.shape
+    step_ms = 0.0
+    for action in range(len(ends)):
+        step_ms = max(step_ms, ends[action])
+    latest = np.full((3, n_stages, n_microbatches), step_ms)
+    next_start = np.full(n_devices, step_ms)
+    for action in range(len(kinds) - 1, -1, -1):
+        j, i, kind = stages[action], microbatches[action], kinds[action]
+        end = next_start[devices[action]]
+        if kind == FORWARD:
+            end = min(end, latest[1, j, i])
+            if j + 1 < n_stages:
+                end = min(end, latest[0, j + 1, i])
+        elif kind in (INPUT, BACKWARD):
+            if kind == INPUT:
+                end = min(end, latest[2, j, i])
+            if j > 0:
+                end = min(end, latest[1, j - 1, i])
+        if kind != WEIGHT:
+            way = 0 if kind == FORWARD else 1
+            box = 2 * j + way
+            for slot in range(outbox_ends[box - 1] if box > 0 else 0, outbox_ends[box]):
+                end = min(end, latest[way, receivers[slot], i] - transfers[slot])
+        start = end - (ends[action] - starts[action])
+        next_start[devices[action]] = start
+        latest[0 if kind == FORWARD else 2 if kind == WEIGHT else 1, j, i] = start
+    return latest
+
+
+@compiled
+def judge(ran, n_needed, capacity):  # type: ignore[no-untyped-def]
+    """How many bytes a step is over the capacity, and its ms; over by all there is if it stuck."""
+    if len(ran[0]) < n_needed:
+        return 1 << 60, np.inf
+    over, step_ms = 0, 0.0
+    for d in range(len(capacity)):
+        over += max(0, ran[7][d] - capacity[d])
+    for end in ran[5]:
+        step_ms = max(step_ms, end)
+    return over, step_ms
+
+
+@compiled
+def attempt(numbers, split, capacity, groups, patiences, rounds):  # type: ignore[no-untyped-def]
+    """The best step of these stages that choosing by rank finds, from several first ranks.
+
+    Each is tried `rounds` times: with less room where it was too large, else with its latest starts
+    as ranks. Returns bytes over, ms, actions simulated, the ranks and the room of the best, and the
+    step that ran.
+    """
+    n_stages, n_microbatches = numbers[5].shape
+    n_needed = (2 * n_stages + split.sum()) * n_microbatches
+    no_rows = np.empty(0, np.int64)
+    no_kinds, no_stages = np.empty(0, np.int8), np.empty(0, np.int32)
+    best_room, best_rank = capacity, first_ranks(n_stages, n_microbatches, groups[0])
+    best = run(
+        no_rows, no_kinds, no_stages, no_stages, best_rank, split, best_room, patiences[0],
+        *numbers, False,
+    )  # fmt: skip
+    work = len(best[0])
+    best_over, best_ms = judge(best, n_needed, capacity)
+    for k in range(len(groups)):
+        rank = first_ranks(n_stages, n_microbatches, groups[k])
+        room = capacity.copy()
+        for r in range(rounds):
+            ran = best
+            if k > 0 or r > 0:
+                ran = run(
+                    no_rows, no_kinds, no_stages, no_stages, rank, split, room, patiences[k],
+                    *numbers, False,
+                )  # fmt: skip
+                work += len(ran[0])
+            over, step_ms = judge(ran, n_needed, capacity)
+            if over < best_over or (over == best_over and step_ms < best_ms):
+                best_over, best_ms, best = over, step_ms, ran
+                best_room, best_rank = room, rank
+            if len(ran[0]) < n_needed:
+                break
+            if over > 0:
+                room = room - np.maximum(ran[7] - capacity, 0)
+            else:
+                rank = latest_starts(*ran[:6], numbers, len(capacity))
+    return best_over, best_ms, work, best_rank, best_room, best
+
+
+@compiled
+def polish(numbers, split, capacity, rank, room, tries, seed):  # type: ignore[no-untyped-def]
+    """Ranks near `rank` and what comes of them, `tries` times: the best that ran, as `attempt`'s.
+
+    Each try takes the latest starts of the one before it and shakes them; one that is no longer
+    than that of some tries ago is gone on from (late acceptance hill climbing, Burke and Bykov,
+    EJOR 2017).
+    """
+    np.random.seed(seed)
+    n_stages, n_microbatches = numbers[5].shape
+    n_needed = (2 * n_stages + split.sum()) * n_microbatches
+    no_rows = np.empty(0, np.int64)
+    no_kinds, no_stages = np.empty(0, np.int8), np.empty(0, np.int32)
+    patience = 0.0
+    ran = run(no_rows, no_kinds, no_stages, no_stages, rank, split, room, patience, *numbers, False)
+    over, step_ms = judge(ran, n_needed, capacity)
+    best_over, best_ms, best = over, step_ms, ran
+    late = np.full(20, step_ms if over == 0 else np.inf)
+    work = len(ran[0])
+    here, room_here = ran, room
+    for k in range(tries):
+        if len(here[0]) < n_needed:
+            break
+        rank = latest_starts(*here[:6], numbers, len(capacity))
+        shake = step_ms * (0.0, 0.003, 0.01, 0.03)[np.random.randint(4)]
+        for way in range(3):
+            for j in range(n_stages):
+                for i in range(n_microbatches):
+                    rank[way, j, i] += shake * np.random.randn()
+        next_room = room_here
+        if np.random.random() < 0.3:
+            next_room = room_here.copy()
+            for d in range(len(capacity)):
+                free = room_here[d] - numbers[10][d]
+                next_room[d] = min(
+                    capacity[d], numbers[10][d] + int(free * (0.9 + 0.25 * np.random.random()))
+                )
+        patience = (0.0, 0.5, 1.0)[np.random.randint(3)]
+        ran = run(
+            no_rows, no_kinds, no_stages, no_stages, rank, split, next_room, patience,
+            *numbers, False,
+        )  # fmt: skip
+        work += len(ran[0])
+        over, found_ms = judge(ran, n_needed, capacity)
+        if over == 0 and found_ms <= max(step_ms, late[k % len(late)]):
+            here, room_here, step_ms = ran, next_room, found_ms
+            if found_ms < best_ms or best_over > 0:
+                best_over, best_ms, best = over, found_ms, ran
+        late[k % len(late)] = step_ms
+    return best_over, best_ms, work, best
