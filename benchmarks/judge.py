@@ -77,10 +77,8 @@ def _costs(bounds, times, held, output, skips, device_of, n_devices, factor, lat
     sent = np.full((n, n), -1)
     for j in range(n):
         took = times[:, bounds[j + 1]] - times[:, bounds[j]]
-        # Nobody waits for what the first stage's inputs would get.
-        weight_ms = took[2] if j > 0 else took[1] + took[2]
         lasts[0, j], lasts[1, j] = took[0], took[1] + took[2]
-        lasts[2, j], lasts[3, j] = took[1] + took[2] - weight_ms, weight_ms
+        lasts[2, j], lasts[3, j] = took[1], took[2]
         kept = held[:, bounds[j + 1]] - held[:, bounds[j]]
         at_rest[device_of[j]] += np.int64(np.ceil(factor * kept[0]))
         keeps[j, 0] = kept[1]
