@@ -77,7 +77,7 @@ def _check(problem: SearchProblem) -> None:
 def _plan(problem: SearchProblem, judge: Judge, found: Found) -> Plan:
     bounds = tuple(problem.edges[e] for e in found.candidate.path)
     _, again = judge.numbers(found.candidate, found.split)
-    segments = tuple(_runs(again.tolist(), begin, end) for begin, end in pairwise(bounds))
+    segments = tuple(runs(again.tolist(), begin, end) for begin, end in pairwise(bounds))
     schedule = problem.table or table_of(found, problem.n_devices)
     checkpoint = checkpoints.place(CheckpointMode.NEVER, len(segments))
 
@@ -147,7 +147,7 @@ def whole(schedule: Schedule, stages: Sequence[int]) -> Schedule:
     return Schedule(tuple(rows))
 
 
-def _runs(marked: list[bool], begin: int, end: int) -> tuple[tuple[int, int], ...]:
+def runs(marked: list[bool], begin: int, end: int) -> tuple[tuple[int, int], ...]:
     """The runs of marked blocks within [begin, end)."""
     starts = [k for k in range(begin, end) if marked[k] and (k == begin or not marked[k - 1])]
     ends = [k + 1 for k in range(begin, end) if marked[k] and (k + 1 == end or not marked[k + 1])]
