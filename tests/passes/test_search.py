@@ -171,15 +171,18 @@ def test_what_does_not_fit_is_computed_again() -> None:
 
 
 def test_the_bound_counts_work_heads_and_the_way_back() -> None:
-    chain = plain([block(f"b{k}", 1.0, 2.0, weight_gradient_ms=1.0) for k in range(4)], 0)
+    chain = plain([block(f"b{k}", 0.5, 1.0, weight_gradient_ms=0.5) for k in range(8)], 0)
     free = Network(Link(0.0, 1e30))
-    edges = (0, 1, 2, 3, 4)
+    edges = tuple(range(9))
 
-    # 3 ms of work by 4 blocks, and the k-th device waits for k forwards: 6 ms in all.
-    assert lower_bound_ms(chain, edges, 4, 8, free) == pytest.approx((3 * 4 * 8 + 6) / 4)
+    # 96 ms of work, and the k-th device waits for k forwards: 3 ms in all.
+    assert lower_bound_ms(chain, edges, 4, 8, free) == pytest.approx((96 + 3) / 4)
     # One micro-batch goes there and back.
     assert lower_bound_ms(chain, edges, 4, 1, free) == pytest.approx(4 + 4)
+    # One device does it all; a block of 20 ms is done eight times by one, after those before it.
     assert lower_bound_ms(chain, edges, 1, 8, free) == pytest.approx(96)
+    long = replace(chain, blocks=(*chain.blocks[:7], replace(chain.blocks[7], backward_ms=19.5)))
+    assert lower_bound_ms(long, edges, 4, 8, free) == pytest.approx(3.5 + 8 * 20)
 
 
 def test_a_search_tells_of_each_better_step() -> None:
