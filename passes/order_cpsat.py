@@ -4,6 +4,7 @@ The bound holds for each order of the same stages on the same devices: the model
 the simulator (order_model.py). The answer is judged by the simulator, as all others are.
 """
 
+from dataclasses import dataclass
 from math import ceil
 
 from fxpipe.passes.order_model import PARTS, OrderModel
@@ -24,52 +25,74 @@ def solve(
 ) -> tuple[Schedule, float]:
     """The best order found, `hint` or a better one, and a lower bound in ms on the step of any.
 
-    Where the simulator finds the model's order too large, because messages don't wait for room
-    there, it is solved again with as much less room. With the same `seed` and `n_workers` the
-    answer is the same: the search is stopped by OR-Tools' own count of work, and the limit in
-    seconds only guards it.
+    Half of the time goes to a search that starts each action as early as it can, and is told of no
+    hint; the rest to OR-Tools' own, from the best so far. Where the simulator finds the model's
+    order too large, because messages don't wait for room there, it is solved again with as much
+    less room. With the same `seed` and `n_workers` the answer is the same: the search is stopped by
+    OR-Tools' own count of work, and the limit in seconds only guards it.
     """
-    from ortools.sat.python import cp_model
-
-    best = hint
-    over, hint_ms = problem.rank(hint)
-    bound_ms = problem.least_step_ms()
-    unit_ms = _unit_ms(problem, hint_ms)
-    # An order that fits may take longer than a hint that doesn't.
-    horizon = ceil(hint_ms / unit_ms) * (20 if over else 1)
+    best, bound_ms = hint, problem.least_step_ms()
     spare = (0,) * len(problem.capacity_bytes)
-    work, seconds = _WORK_PER_SECOND * time_limit_s, time_limit_s
-    for k in range(_TRIES):
+    left = _Left(_WORK_PER_SECOND * time_limit_s, time_limit_s)
+    for greedy in (True, False) * _TRIES:
         over, step_ms = problem.rank(best)
-        if (not over and bound_ms >= step_ms * (1 - 1e-9)) or work <= 0 or seconds <= 0:
+        if (not over and bound_ms >= step_ms * (1 - 1e-9)) or min(left.work, left.seconds) <= 0:
             break
-        model = OrderModel(problem, spare, unit_ms, horizon)
-        model.hint(hint)
-        solver = cp_model.CpSolver()
-        # Else OR-Tools puts its own handler, then the default one, in the place of Python's: from
-        # then on Ctrl-C would kill the process.
-        solver.parameters.catch_sigint_signal = False
-        solver.parameters.num_workers = n_workers
-        solver.parameters.interleave_search = n_workers > 1
-        solver.parameters.random_seed = seed
-        solver.parameters.max_deterministic_time = work
-        solver.parameters.max_time_in_seconds = seconds
-        status = solver.solve(model.model)
-        work -= solver.deterministic_time
-        seconds -= solver.wall_time
-        if k == 0 and status != cp_model.INFEASIBLE:
-            bound_ms = max(bound_ms, solver.best_objective_bound * unit_ms * (1 - 1e-9))
-        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        unit_ms = _unit_ms(problem, step_ms)
+        # An order that fits may take longer than one that doesn't.
+        model = OrderModel(problem, spare, unit_ms, ceil(step_ms / unit_ms) * (20 if over else 1))
+        if greedy:
+            model.go_greedily()
+        else:
+            model.hint(best)
+        found, least = _search(model, left, greedy, seed, n_workers)
+        if not any(spare):
+            bound_ms = max(bound_ms, least * unit_ms * (1 - 1e-9))
+        if found is not None:
+            best = min(best, found, key=problem.rank)
+            lacking = problem.over(found)
+            if not greedy and any(lacking):
+                spare = tuple(a + b for a, b in zip(spare, lacking, strict=True))
+                continue
+        if not greedy:
             break
-        found = model.order(solver)
-        best = min(best, found, key=problem.rank)
-        lacking = problem.over(found)
-        if not any(lacking):
-            break
-        spare = tuple(a + b for a, b in zip(spare, lacking, strict=True))
     best = whole(problem, best)
     over, step_ms = problem.rank(best)
     return best, bound_ms if over else min(bound_ms, step_ms)
+
+
+@dataclass(slots=True)
+class _Left:
+    """What is left of the limit: OR-Tools' units of work, and seconds."""
+
+    work: float
+    seconds: float
+
+
+def _search(
+    model: OrderModel, left: _Left, greedy: bool, seed: int, n_workers: int
+) -> tuple[Schedule | None, float]:
+    """An order, if one was found, and the least that any takes, in units of time."""
+    from ortools.sat.python import cp_model
+
+    solver = cp_model.CpSolver()
+    # Else OR-Tools puts its own handler, then the default one, in the place of Python's: from then
+    # on Ctrl-C would kill the process.
+    solver.parameters.catch_sigint_signal = False
+    if greedy:
+        solver.parameters.search_branching = cp_model.FIXED_SEARCH
+    solver.parameters.num_workers = 1 if greedy else n_workers
+    solver.parameters.interleave_search = n_workers > 1 and not greedy
+    solver.parameters.random_seed = seed
+    solver.parameters.max_deterministic_time = left.work / (2 if greedy else 1)
+    solver.parameters.max_time_in_seconds = left.seconds / (2 if greedy else 1)
+    status = solver.solve(model.model)
+    left.work -= solver.deterministic_time
+    left.seconds -= solver.wall_time
+    if status == cp_model.INFEASIBLE:  # says nothing of what is longer than the horizon
+        return None, 0.0
+    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return model.order(solver) if found else None, solver.best_objective_bound
 
 
 def _unit_ms(problem: OrderProblem, step_ms: float) -> float:
