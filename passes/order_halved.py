@@ -21,12 +21,12 @@ def zero_bubble_h1(n_stages: int, n_microbatches: int) -> Schedule:
 
 
 def zero_bubble_h2(n_stages: int, n_microbatches: int) -> Schedule:
-    """As many more forwards ahead as leave no device waiting from its first action to its last.
+    """So many more forwards ahead that no device waits once it began, from m = 2n - 1 on.
 
     The step is no shorter than under `zero_bubble_h1` if all devices begin and end it together;
     but a device may go on to its optimizer at once, and where communication delays what is sent,
     there is more to do meanwhile. Memory: min(m, 2n - 1) micro-batches are in flight on every
-    stage, where m is 2n - 1 or more. Source: Zero Bubble, section 2.2.
+    stage. Source: Zero Bubble, section 2.2.
     """
     stages = range(n_stages)
     return _trailing(n_stages, n_microbatches, [(2 * (n_stages - j) - 1, 2 * j) for j in stages])
@@ -55,7 +55,7 @@ def zero_bubble_v(n_devices: int, n_microbatches: int) -> Schedule:
     The last stage is on the first device, and each micro-batch returns there soon. A sixth of
     1F1B's bubble. Memory: at most min(2m, 2p) pairs of stage and micro-batch are in flight on a
     device, as much as the p micro-batches of 1F1B's first device in stages of half the size.
-    Source: Controllable Memory, section 3; Zero Bubble, section 6.
+    Source: Zero Bubble, section 6; Controllable Memory calls it V-ZB.
     """
     p = n_devices
     m = max(n_microbatches, 2 * p - 1)  # fewer are the table of these without the last
