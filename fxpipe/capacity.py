@@ -12,7 +12,7 @@ _UNITS = {
 _AMOUNT = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
-def capacity_bytes(text: str, n_devices: int) -> tuple[int, ...]:
+def capacities(text: str, n_devices: int) -> tuple[int, ...]:
     """Bytes of each device. One amount stands for all. Raises InputError that names what is wrong.
 
     Amounts have units: 22GiB is 22 * 1024**3 bytes, 22GB is 22 * 1000**3.

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fxpipe.capacity import capacities
 from fxpipe.capture import capture as capture_model
 from fxpipe.capture import flat_inputs
 from fxpipe.codegen.emit import emit
@@ -16,6 +17,7 @@ from fxpipe.devices import device_named
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.ir import Capture, Chain, CheckpointMode, Profile
 from fxpipe.memory import lacks_memory
+from fxpipe.optimizer import Optimizer, optimizer_of
 from fxpipe.package import Package
 from fxpipe.partial import largest_part
 from fxpipe.passes.analytic import analytic
@@ -27,8 +29,10 @@ from fxpipe.passes.order import usual_loops
 from fxpipe.passes.partition import SOLVERS, partition
 from fxpipe.passes.portals import wire
 from fxpipe.passes.profile import profile as profile_ops
+from fxpipe.runtime.manifest import OptimizerSpec
 from fxpipe.runtime.stream import Device, Devices, parse_devices
 from fxpipe.schedule import Schedule
+from fxpipe.topology import network_of
 
 
 def compile(
@@ -43,6 +47,9 @@ def compile(
     checkpoint: str = "never",
     solver: str = "dp",
     profile: Profile | str | None = None,
+    optimizer: str | Optimizer = "sgd",
+    memory: str | None = None,
+    topology: str | None = None,
     allow_graph_breaks: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Package:
@@ -57,6 +64,11 @@ def compile(
     and micro-batch; text such as `analytic:h100` has it worked out for that device, and a model
     built `without_memory()` needs that. `progress` is told each pass as it starts.
 
+    `optimizer`, sgd, momentum, adam, adamw, a file that describes one, or an `Optimizer`, says what
+    a device holds besides parameters; `memory`, such as `"22GiB"` or a list with an amount for each
+    device, how much it may hold, by default what it has. `topology`, such as
+    `"4x8:nvlink4/ib400"`, stands for the profile's links.
+
     With `allow_graph_breaks`, a model that can't be captured as one graph gives a package of its
     largest part that can: `manifest.part` names it, and `splice` puts it into the model.
 
@@ -66,6 +78,10 @@ def compile(
     _check_settings(microbatches, loops, schedule, checkpoint, solver)
     table = _table(schedule, len(lanes), microbatches, loops)  # refused before the work
     _check_costs(model, profile)
+    if isinstance(optimizer, str):
+        optimizer = optimizer_of(optimizer)
+    room = None if memory is None else capacities(memory, len(lanes))
+    network = None if topology is None else network_of(topology, len(lanes))
     line = _Line(progress)
     with line("capture"):
         part = None
@@ -81,7 +97,8 @@ def compile(
         profile = _priced(captured, model, inputs, profile, microbatches, lanes)
     with line("linearize"):
         chain = linearize(captured, profile)
-    capacity_bytes = (profile.capacity_bytes,) * len(lanes)
+    capacity_bytes = room or (profile.capacity_bytes,) * len(lanes)
+    training_factor = optimizer.training_factor(model.parameters())
     with line("partition"):
         plan = partition(
             chain,
@@ -90,8 +107,9 @@ def compile(
             n_microbatches=microbatches,
             schedule=schedule,
             checkpoint=CheckpointMode(checkpoint),
-            network=profile.network,
+            network=network or profile.network,
             capacity_bytes=capacity_bytes,
+            training_factor=training_factor,
             solver=solver,
         )
     with line("portals"):
@@ -105,8 +123,11 @@ def compile(
             devices=tuple(map(str, lanes)),
             capacity_bytes=capacity_bytes,
         )
-    if part is not None:
-        manifest = dataclasses.replace(manifest, part=part.spec)
+    manifest = dataclasses.replace(
+        manifest,
+        part=None if part is None else part.spec,
+        optimizer=OptimizerSpec(str(optimizer), training_factor),
+    )
     return Package(manifest, captured, profile, chain, plan, wiring, files, line.seconds)
 
 

@@ -29,6 +29,7 @@ def package_json(manifest: Manifest, edits: Edits) -> dict[str, Any]:
         "gap": manifest.gap,
         "checked": manifest.checked,
         "profile": manifest.profile,
+        "optimizer": {"text": manifest.optimizer.text, "factor": manifest.optimizer.factor},
         "step_ms": manifest.estimate.step_ms,
         "bubble": manifest.estimate.bubble,
         "stages": [
@@ -159,6 +160,7 @@ def _step(manifest: Manifest) -> str:
         f"solver {manifest.solver}{gap}\n"
         f"times {escape(manifest.profile)}; "
         f"graph {escape(_checked(manifest.checked))}\n"
+        f"memory planned for {escape(manifest.optimizer.text)}\n"
         "[dim]forward, backward and bytes are of one micro-batch; peak memory is the device's "
         "over a step[/dim]"
     )

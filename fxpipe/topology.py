@@ -66,7 +66,7 @@ WIRES: Mapping[str, Wire] = {
 _TOPOLOGY = re.compile(r"(?:(\d+)x)?(\d+):(\w+)(?:/(\w+))?")
 
 
-def topology(text: str, n_devices: int) -> Network:
+def network_of(text: str, n_devices: int) -> Network:
     """The network of `4x8:nvlink4/ib400`: 4 nodes of 8 devices, the first link inside each.
 
     `8:nvlink4` is one node. Devices are numbered node by node. Raises DeviceError for text that is

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import networkx as nx
-import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxpipe.errors import CaptureError
 from fxpipe.interpret import DTYPE, HUNK, limit
@@ -216,7 +215,9 @@ def _block(
         if node.op == "call_module":
             names += _state_of_call(capture, node)
         state.update((name, capture.state[name]) for name in names if name in capture.state)
-    parameters = {name: t.nbytes for name, t in state.items() if isinstance(t, torch.nn.Parameter)}
+    # A frozen parameter has no gradient and no optimizer's state: it is held as a buffer is.
+    trained = {name for name, t in state.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+    parameters = {name: t.nbytes for name, t in state.items() if name in trained}
     buffers = {name: t.nbytes for name, t in state.items() if name not in parameters}
     return Block(
         ops=tuple(node.name for node in nodes),

@@ -13,6 +13,11 @@ from fxpipe.schedule import Kind, Schedule
 
 Cuts = tuple[int, ...]
 
+# Of what a stage holds at rest and saves: what an allocator rounds up and can't use between blocks,
+# and memory that a view keeps whole, as the gradient of a concatenation does. Chosen so that no
+# peak of benchmarks/PREDICTIONS.md was higher than predicted.
+FRAGMENTATION = 0.02
+
 
 def evaluate(
     chain: Chain,
@@ -86,7 +91,11 @@ def stage_costs(
     n_stages = len(bounds) - 1
     received: list[set[str]] = [set() for _ in range(n_stages)]
     sends_back = [False] * n_stages
-    input_bytes = [0] * n_stages
+    saved = [
+        {name for block in chain.blocks[begin:end] for name, _ in block.saved}
+        for begin, end in pairwise(bounds)
+    ]
+    input_bytes, passing_bytes = [0] * n_stages, [0] * n_stages
     sent: dict[tuple[int, int], tuple[int, int | None]] = {}
     for value in chain.values:
         source = stage_of[value.producer] if value.producer >= 0 else -1
@@ -101,6 +110,8 @@ def stage_costs(
             if source < 0:
                 input_bytes[target] += value.bytes
                 continue
+            if value.name not in saved[target]:
+                passing_bytes[target] += value.bytes
             n_bytes, gradient_bytes = sent.get((source, target), (0, None))
             if value.gradient:
                 gradient_bytes = (gradient_bytes or 0) + value.bytes
@@ -112,6 +123,7 @@ def stage_costs(
             bounds[j + 1],
             received[j],
             input_bytes[j],
+            passing_bytes[j],
             sends_back[j],
             training_factor,
             j in halved,
@@ -128,6 +140,7 @@ def _stage_cost(
     end: int,
     received: set[str],
     input_bytes: int,
+    passing_bytes: int,
     sends_back: bool,
     training_factor: float,
     halved: bool,
@@ -137,15 +150,24 @@ def _stage_cost(
     weight_gradient_ms = sum(block.weight_gradient_ms for block in blocks)
     buffers = dict(one for block in blocks for one in block.buffers)
     saved = {name: size for block in blocks for name, size in block.saved if name not in received}
+    # Where nobody waits for a gradient, W does it all: no half of it could be left out.
+    halved = halved and sends_back
+    needed = workspace_bytes(chain, begin, end, halved)
+    static_bytes = ceil((1 + training_factor) * parameter_bytes(chain, begin, end))
+    static_bytes += sum(buffers.values())
+    saved_bytes = sum(saved.values())
+    if needed:
+        # While F runs, what only passes is there too. A bare chain's blocks need nothing, and what
+        # their stages receive stays.
+        needed += passing_bytes + ceil(FRAGMENTATION * (static_bytes + saved_bytes))
     return StageCost(
         forward_ms=sum(block.forward_ms for block in blocks),
         backward_ms=backward_ms,
-        static_bytes=ceil((1 + training_factor) * parameter_bytes(chain, begin, end))
-        + sum(buffers.values()),
-        saved_bytes=sum(saved.values()),
+        static_bytes=static_bytes,
+        saved_bytes=saved_bytes,
         input_bytes=input_bytes,
-        workspace_bytes=workspace_bytes(chain, begin, end, halved),
-        # Where nobody waits for a gradient, W does it all: no half of it could be left out.
+        workspace_bytes=needed,
+        passing_bytes=passing_bytes if needed else 0,
         weight_gradient_ms=weight_gradient_ms if sends_back else backward_ms,
         arriving_bytes=sum(block.arriving_bytes for block in blocks) if halved else 0,
     )
@@ -182,6 +204,7 @@ def _with_segments(
         saved_bytes=found.kept_bytes,
         again_bytes=found.all_again_bytes if split else found.again_bytes,
         again_ms=found.again_ms,
+        passing_bytes=0,  # a segment may compute from it again
     )
 
 

@@ -13,7 +13,8 @@ Rules, all of them:
   end of B or W, what it receives from the start of the transfer to that end, the model's inputs
   from the start of F to that end, and its workspace while an action runs. If it recomputes the
   micro-batch, its saved bytes count from the start of B or I only, which takes the forward's time
-  on top; of a stage with segments, what these compute again. A stage
+  on top; of a stage with segments, what these compute again. What only
+  passes through a stage that does not recompute is not counted but in its workspace. A stage
   with arriving bytes holds them from the start of B or I to the end of B or W: gradients that wait
   for W to use them.
 - An output that waits in its producer is not counted on its own: it is the receiver's from the
@@ -46,7 +47,8 @@ class StageCost:
 
     `weight_gradient_ms` is what of `backward_ms` is for weights alone. The stage's segments, if it
     has any, compute `again_bytes` of what they save again, in `again_ms`, in every backward. If its
-    backward is halved, `arriving_bytes` of gradients wait for the second half.
+    backward is halved, `arriving_bytes` of gradients wait for the second half. `passing_bytes` of
+    what it receives are gone after F, unless it recomputes.
     """
 
     forward_ms: float
@@ -59,6 +61,7 @@ class StageCost:
     again_ms: float = 0.0
     again_bytes: int = 0
     arriving_bytes: int = 0
+    passing_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +242,10 @@ def numbers(
     return Numbers(
         device_of=np.array(device_of, np.int64),
         lasts=np.array(times, np.float64).reshape(n, 4, 2).transpose(1, 0, 2).copy(),
-        keeps=np.array([(c.saved_bytes + c.input_bytes, c.input_bytes) for c in stages], np.int64),
+        keeps=np.array(
+            [(c.saved_bytes + c.input_bytes - c.passing_bytes, c.input_bytes) for c in stages],
+            np.int64,
+        ),
         comes_back=np.array([(c.again_bytes, c.saved_bytes) for c in stages], np.int64)
         + np.array([[c.arriving_bytes] for c in stages], np.int64),
         workspace=np.array([cost.workspace_bytes for cost in stages], np.int64),

@@ -2,16 +2,16 @@
 
 import pytest
 
-from fxpipe.capacity import capacity_bytes
+from fxpipe.capacity import capacities
 from fxpipe.errors import InputError
 
 
 def test_one_amount_is_every_devices():
-    assert capacity_bytes("22GiB", 3) == (22 * 2**30,) * 3
+    assert capacities("22GiB", 3) == (22 * 2**30,) * 3
 
 
 def test_a_list_is_device_by_device():
-    assert capacity_bytes("1.5GB, 512MiB,7kb,8b", 4) == (1_500_000_000, 512 * 2**20, 7000, 8)
+    assert capacities("1.5GB, 512MiB,7kb,8b", 4) == (1_500_000_000, 512 * 2**20, 7000, 8)
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ def test_a_list_is_device_by_device():
 )
 def test_what_is_none_is_told(text, says):
     with pytest.raises(InputError, match=says):
-        capacity_bytes(text, 2)
+        capacities(text, 2)

@@ -391,3 +391,30 @@ def test_a_profile_that_lacks_an_op():
     Path("costs.json").write_text(json.dumps(data))
     options = ("--devices", 2, "--profile", "costs.json", "-o", "other")
     assert f"the profile has no cost of {gone}" in refused("compile", write(), *options)
+
+
+def test_optimizer_memory_and_topology():
+    options = ("--optimizer", "adamw", "--memory", "1GiB,2GiB", "--topology", "2:nvlink4")
+    result = compiled_into("out", *options)
+    assert "memory planned for adamw: gradients, 2 states" in result.stdout
+    facts = json.loads(run("inspect", "out", "--json").stdout)
+    assert facts["optimizer"] == {"text": "adamw: gradients, 2 states", "factor": 3.0}
+    plain = json.loads(compiled_into("plain", "--json").stdout)
+    held, other = (sum(s["peak_bytes"] for s in found["stages"]) for found in (facts, plain))
+    states = 2 * sum(stage["parameter_bytes"] for stage in facts["stages"])
+    assert held == pytest.approx(other + states, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "says"),
+    [
+        ("--optimizer", "lion", "there is no optimizer 'lion'"),
+        ("--memory", "0GiB", "a device with 0GiB of memory holds nothing"),
+        ("--memory", "100B", "no partition fits"),
+        ("--topology", "4x8:nvlink4/ib400", "has 32 devices, but --devices has 2"),
+        ("--topology", "2:rope", "there is no link 'rope'"),
+    ],
+)
+def test_wrong_optimizer_memory_or_topology(option, text, says):
+    arguments = ("--devices", "cpu*2", "-o", "out", "--profile", "analytic:cpu", option, text)
+    assert says in refused("compile", write(), *arguments)

@@ -37,6 +37,7 @@ def test_package_fits_into_100_columns():
 
     predicted step 123 ms, bubble 25%; solver dp, gap 1.0%
     times measured on a CPU; graph equal to the model in train and eval
+    memory planned for sgd: gradients only
     forward, backward and bytes are of one micro-batch; peak memory is the device's over a step
     """)
 

@@ -3,11 +3,11 @@
 import pytest
 
 from fxpipe.errors import DeviceError
-from fxpipe.topology import WIRES, topology
+from fxpipe.topology import WIRES, network_of
 
 
 def test_devices_of_a_node_have_the_one_link_and_nodes_the_other():
-    network = topology("2x2:nvlink4/ib400", 4)
+    network = network_of("2x2:nvlink4/ib400", 4)
     ends = {(a, b): network.between(a, b) for a in range(4) for b in range(4) if a != b}
     inside = {(0, 1), (1, 0), (2, 3), (3, 2)}
     assert {pair for pair, link in ends.items() if link == WIRES["nvlink4"].link} == inside
@@ -15,7 +15,7 @@ def test_devices_of_a_node_have_the_one_link_and_nodes_the_other():
 
 
 def test_one_node():
-    assert topology("8:pcie4", 8).between(0, 7) == WIRES["pcie4"].link
+    assert network_of("8:pcie4", 8).between(0, 7) == WIRES["pcie4"].link
 
 
 def test_bytes_go_as_fast_as_the_makers_say():
@@ -37,4 +37,4 @@ def test_bytes_go_as_fast_as_the_makers_say():
 )
 def test_what_can_not_be_is_told(text, says):
     with pytest.raises(DeviceError, match=says):
-        topology(text, 8)
+        network_of(text, 8)

@@ -60,6 +60,28 @@ def compile_command(
             "analytic:h100: then the model is built without memory.",
         ),
     ] = None,
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            metavar="sgd|momentum|adam|adamw|FILE",
+            help="Whose state each device holds, or a .toml or .json file with its dtypes.",
+        ),
+    ] = "sgd",
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="22GiB|22GiB,40GiB,...",
+            help="What each device may hold. [default: what it has]",
+        ),
+    ] = None,
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            metavar="4x8:nvlink4/ib400",
+            help="Nodes, devices in each, the links inside and between, in place of the "
+            "profile's; 8:pcie4 is one node.",
+        ),
+    ] = None,
     save_profile: Annotated[
         Path | None, typer.Option(help="Write the measured times of ops to this file.")
     ] = None,
@@ -123,6 +145,9 @@ def compile_command(
                 checkpoint=checkpoint.value,
                 solver=solver.value,
                 profile=costs,
+                optimizer=optimizer,
+                memory=memory,
+                topology=topology,
                 allow_graph_breaks=allow_graph_breaks,
                 progress=progress,
             )

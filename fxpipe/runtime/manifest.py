@@ -182,6 +182,17 @@ class PartSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """The optimizer that memory was planned for, in words.
+
+    `factor` are the bytes of gradients and states for each byte of trained parameters.
+    """
+
+    text: str = "sgd: gradients only"
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """All that the runtime must know of a package besides its stage files and schedule.csv.
 
@@ -218,6 +229,7 @@ class Manifest:
     profile: str
     files: dict[str, str]
     part: PartSpec | None = None
+    optimizer: OptimizerSpec = OptimizerSpec()
 
     def to_json(self) -> str:
         """The text of plan.json."""

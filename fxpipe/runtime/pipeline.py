@@ -186,7 +186,8 @@ class Pipeline(Original):
         if rows > self._fits:
             planned = -(-self._manifest.batch // self._manifest.microbatches)
             room = stream.capacities(self._devices)
-            check_room(self._schedule, self._stages, room, rows / planned)
+            factor = self._manifest.optimizer.factor
+            check_room(self._schedule, self._stages, room, rows / planned, factor)
             self._fits = rows
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -12,15 +12,20 @@ _GIB = 2**30
 
 
 def check_room(
-    schedule: Schedule, stages: Sequence[Stage], capacities: Sequence[int], share: float
+    schedule: Schedule,
+    stages: Sequence[Stage],
+    capacities: Sequence[int],
+    share: float,
+    factor: float,
 ) -> None:
     """Raise ScheduleError, with the cell marked, where a device would hold more than it has.
 
-    A device holds its stages' parameters and as many bytes of gradients, and of each micro-batch
-    in flight what its stages receive and save for backward, `share` times the predicted bytes.
+    A device holds its stages' parameters and `factor` times as many bytes of gradients and
+    optimizer states, and of each micro-batch in flight what its stages receive and save for
+    backward, `share` times the predicted bytes.
     """
     for device, (row, capacity) in enumerate(zip(schedule.rows, capacities, strict=True)):
-        for place, held in enumerate(_held(schedule, row, stages, share)):
+        for place, held in enumerate(_held(schedule, row, stages, share, factor)):
             if held > capacity:
                 raise ScheduleError(
                     f"the schedule table needs more memory than device {device} has: at "
@@ -32,10 +37,15 @@ def check_room(
 
 
 def _held(
-    schedule: Schedule, row: Sequence[Action], stages: Sequence[Stage], share: float
+    schedule: Schedule,
+    row: Sequence[Action],
+    stages: Sequence[Stage],
+    share: float,
+    factor: float,
 ) -> Iterator[float]:
     """The bytes that a device holds during each action of its row."""
-    held = 2.0 * sum(stages[j].spec.parameter_bytes for j in {action.stage for action in row})
+    own = {action.stage for action in row}
+    held = (1 + factor) * sum(stages[j].spec.parameter_bytes for j in own)
     for action in row:
         stage = stages[action.stage]
         again = recomputes(stage, action.microbatch, schedule.n_microbatches)

@@ -115,6 +115,8 @@ def naive(
                 again = recompute[action.stage][action.microbatch]
                 saved_from = backward(action.stage, action.microbatch) if again else forward
                 held.append((start(saved_from), end(action), cost.saved_bytes))
+                if not again:
+                    held.append((start(forward), end(action), -cost.passing_bytes))
                 held.append((start(forward), end(action), cost.input_bytes))
                 second = backward(action.stage, action.microbatch)
                 held.append((start(second), end(action), cost.arriving_bytes))

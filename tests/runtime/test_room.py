@@ -39,19 +39,19 @@ def stages(pipe, checkpoint="never"):
 def test_what_is_in_flight_must_fit(tmp_path, table, checkpoint, most, cell):
     _, pipe = both(tmp_path, CHAIN)
     schedule = Schedule.from_csv(table)
-    check_room(schedule, stages(pipe, checkpoint), [most * GIB], 1.0)
+    check_room(schedule, stages(pipe, checkpoint), [most * GIB], 1.0, 1.0)
 
     with pytest.raises(ScheduleError, match="needs more memory than device 0 has") as error:
-        check_room(schedule, stages(pipe, checkpoint), [most * GIB - 1], 1.0)
+        check_room(schedule, stages(pipe, checkpoint), [most * GIB - 1], 1.0, 1.0)
     assert cell in str(error.value)
 
 
 def test_micro_batches_of_more_rows_need_more(tmp_path):
     _, pipe = both(tmp_path, CHAIN)
     schedule = Schedule.from_csv("0F0,0B0\n")
-    check_room(schedule, stages(pipe), [12 * GIB], 2.0)
+    check_room(schedule, stages(pipe), [12 * GIB], 2.0, 1.0)
     with pytest.raises(ScheduleError):
-        check_room(schedule, stages(pipe), [12 * GIB], 2.1)
+        check_room(schedule, stages(pipe), [12 * GIB], 2.1, 1.0)
 
 
 def test_a_step_that_does_not_fit_is_refused_before_it_runs(tmp_path, monkeypatch):
