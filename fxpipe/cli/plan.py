@@ -62,7 +62,7 @@ def plan_command(
         import dataclasses
 
         from fxpipe import report_plan
-        from fxpipe.capacity import capacity_bytes
+        from fxpipe.capacity import capacities
         from fxpipe.chain_file import load_chain
         from fxpipe.planner import answered, chain_question, model_question, named
         from fxpipe.progress import BestSoFar
@@ -79,7 +79,7 @@ def plan_command(
             question, recompute=checkpoint is Recompute.AUTO, loops=loops
         )
         if memory is not None:
-            capacity = capacity_bytes(memory, question.n_devices)
+            capacity = capacities(memory, question.n_devices)
             question = dataclasses.replace(question, capacity_bytes=capacity)
         order = Schedule.read(schedule) if schedule and schedule.endswith(".csv") else schedule
         with BestSoFar() as progress:
