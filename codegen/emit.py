@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.codegen.blocks import roll
 from fxpipe.codegen.names import plain
+from fxpipe.codegen.segments import segment_spec
 from fxpipe.codegen.stage_file import StageFile, blocks_file, stage_file
 from fxpipe.ir import Capture, PackageFiles, Plan, Profile, StageWiring, Wiring, own_storage
 from fxpipe.memory import is_fake
@@ -27,7 +28,6 @@ from fxpipe.runtime.manifest import (
     Mode,
     OutputSpec,
     PortSpec,
-    SegmentSpec,
     StageSpec,
     StateSpec,
 )
@@ -206,21 +206,8 @@ def _stage(capture: Capture, plan: Plan, j: int, wiring: StageWiring, made: Stag
         parameter_bytes=estimate.parameter_bytes,
         saved_bytes=estimate.saved_bytes,
         received_bytes=estimate.received_bytes,
-        segments=tuple(_segment(capture, names) for names in wiring.segments),
+        segments=tuple(segment_spec(capture, names) for names in wiring.segments),
     )
-
-
-def _segment(capture: Capture, names: Sequence[str]) -> SegmentSpec:
-    """What a segment is called: by the largest modules that are whole in it, at either end."""
-    others = [op.module for name, op in capture.ops.items() if name not in names]
-
-    def within(name: str) -> str:
-        parts = capture.ops[name].module.split(".")
-        above = (".".join(parts[: k + 1]) for k in range(len(parts)))
-        whole = (path for path in above if not any(f"{o}.".startswith(f"{path}.") for o in others))
-        return next(whole, name)
-
-    return SegmentSpec(within(names[0]), within(names[-1]), len(names))
 
 
 def _output_modes(capture: Capture) -> Iterator[Mode]:

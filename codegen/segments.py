@@ -18,8 +18,9 @@ from fxpipe.codegen.loops import CHECKPOINT, fold_loops, item_of
 from fxpipe.codegen.names import CALLED
 from fxpipe.codegen.parts import Facts
 from fxpipe.interpret import MODE
-from fxpipe.ir import Wiring
+from fxpipe.ir import Capture, Wiring
 from fxpipe.local_sizes import local_sizes
+from fxpipe.runtime.manifest import SegmentSpec
 from fxpipe.specs import where_told
 
 
@@ -43,6 +44,19 @@ def mark(wiring: Wiring, nodes: Mapping[str, fx.Node]) -> None:
         for segment, names in enumerate(stage.segments):
             for name in names:
                 nodes[name].meta[SEGMENT] = segment
+
+
+def segment_spec(capture: Capture, names: Sequence[str]) -> SegmentSpec:
+    """What the ops `names` are called: by the largest modules that are whole in them."""
+    others = [op.module for name, op in capture.ops.items() if name not in names]
+
+    def within(name: str) -> str:
+        parts = capture.ops[name].module.split(".")
+        above = (".".join(parts[: k + 1]) for k in range(len(parts)))
+        whole = (path for path in above if not any(f"{o}.".startswith(f"{path}.") for o in others))
+        return next(whole, name)
+
+    return SegmentSpec(within(names[0]), within(names[-1]), len(names))
 
 
 def segment_of(nodes: Sequence[fx.Node]) -> int:

@@ -12,7 +12,7 @@ from fxpipe.codegen.constructor import construct, held_state, tie_lines
 from fxpipe.codegen.functions import functions_imported
 from fxpipe.codegen.names import plain
 from fxpipe.codegen.scope import Scope
-from fxpipe.codegen.segments import segment_of
+from fxpipe.codegen.segments import segment_of, segment_spec
 from fxpipe.ir import Capture, Port, StageWiring
 from fxpipe.source import forward_place
 
@@ -105,7 +105,9 @@ def _summary(capture: Capture, names: Sequence[str]) -> str:
 
 
 def _recomputed(capture: Capture, names: Sequence[str]) -> str:
-    return f"Computed again in backward: {_summary(capture, names)}"
+    told = segment_spec(capture, names)
+    through = "" if told.first == told.last else f" to {told.last}"
+    return plain(f"Computed again in backward: {told.first}{through}.")
 
 
 def _take(scope: Scope, port: Port, variable: str) -> str:

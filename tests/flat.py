@@ -1,8 +1,13 @@
 """Compiles small models on made-up costs, the same on every machine and in every run."""
 
+from dataclasses import replace
+
 from fxpipe.capture import capture
+from fxpipe.codegen.emit import emit
 from fxpipe.compiler import compile
 from fxpipe.ir import Link, Network, OpCost, Profile
+from fxpipe.passes.checkpoints import with_segments
+from fxpipe.passes.portals import wire
 from fxpipe.target import Target
 from fxpipe.verify import verify
 
@@ -30,6 +35,33 @@ def compile_flat(model, args=(), kwargs=None, *, devices, microbatches, **option
     return compile(
         model, args, kwargs, devices=devices, microbatches=microbatches, profile=profile, **options
     )
+
+
+def recomputing(package, segments):
+    """The package anew, with these segments of each stage: runs of the chain's blocks."""
+    plan = with_segments(package.plan, package.chain, segments)
+    wiring = wire(package.capture, package.chain, plan)
+    manifest, files = emit(
+        package.capture,
+        package.profile,
+        plan,
+        wiring,
+        devices=package.manifest.devices,
+        capacity_bytes=(package.profile.capacity_bytes,) * len(package.manifest.devices),
+    )
+    return replace(package, manifest=manifest, plan=plan, wiring=wiring, emitted=files)
+
+
+def blocks_of(package, *modules):
+    """The run of the chain's blocks that are of these modules."""
+    prefixes = tuple(f"{module}." for module in modules)
+    found = [
+        k
+        for k, block in enumerate(package.chain.blocks)
+        if all(f"{package.capture.ops[op].module}.".startswith(prefixes) for op in block.ops)
+    ]
+    assert found == list(range(found[0], found[-1] + 1))
+    return found[0], found[-1] + 1
 
 
 def verified(kind, make, tmp_path, *, devices="cpu*2", checkpoint="never"):

@@ -5,11 +5,13 @@ measured once: what varies here comes after.
 """
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from flat import recomputing
 
 from fxpipe import compiler, target
 from fxpipe.ir import CheckpointMode
@@ -83,6 +85,19 @@ def test_example_computes_what_the_plain_model_does(
     assert result.equal, result
     compared = {difference.group: difference.tensors for difference in result.differences}
     assert compared["step(): gradients"] == len(list(example.target.build().parameters()))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved"])
+def test_example_computes_the_same_where_parts_of_its_stages_are_recomputed(
+    example, schedule, tmp_path, monkeypatch
+):
+    package = example.compile(2, monkeypatch, schedule=schedule)
+    stages = [*pairwise([0, *package.plan.cuts, len(package.chain.blocks)])]
+    segments = [[(begin + 1, end - 2), (end - 2, end)] for begin, end in stages]
+    segments[-1] = [stages[-1]]
+    package = recomputing(package, segments)
+    result = verify(package.write(tmp_path / "out"), example.target, batch=9)
+    assert result.equal, result
 
 
 def test_cells_that_read_the_two_before_them_are_cut_between(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The tables, shown as text."""
 
 import json
+from dataclasses import replace
 from textwrap import dedent
 
 from plans import MANIFEST
@@ -9,6 +10,7 @@ from rich.console import Console, RenderableType
 from fxpipe import report
 from fxpipe.difference import Difference
 from fxpipe.edits import Edits
+from fxpipe.runtime.manifest import SegmentSpec
 from fxpipe.verify import Verification
 
 
@@ -47,6 +49,15 @@ def test_files_that_were_changed_by_hand_are_named():
     last = shown(report.package_table(MANIFEST, found)).splitlines()[-1]
     assert last == "files: edited stage_0.py, stage_1.py; added notes [draft].md"
     assert report.package_json(MANIFEST, found)["files"]["edited"] == ("stage_0.py", "stage_1.py")
+
+
+def test_what_stages_recompute_is_named():
+    segments = (SegmentSpec("h.3", "h.5", 12), SegmentSpec("h.7", "h.7", 4))
+    stages = (replace(MANIFEST.stages[0], segments=segments), *MANIFEST.stages[1:])
+    manifest = replace(MANIFEST, stages=stages)
+    told = shown(report.package_table(manifest, Edits())).splitlines()
+    assert "stage 0 recomputes h.3-h.5, h.7" in told
+    assert report.package_json(manifest, Edits())["stages"][0]["segments"] == ["h.3-h.5", "h.7"]
 
 
 def test_package_json_holds_the_same():
