@@ -27,7 +27,7 @@ def best_named(judge: Judge, p: int, m: int) -> Result:
             except ScheduleError:
                 continue
             if schedule.n_stages <= judge.n_blocks:
-                rank = judge.on(schedule)(equal(judge.times(), schedule.n_stages))
+                [rank] = judge.on(schedule)([equal(judge.times(), schedule.n_stages)])
                 found.append((*rank, f"{name}, {loops} a device"))
     over, step_ms, name = min(found)
     return {"over_bytes": over, "step_ms": step_ms, "name": name}

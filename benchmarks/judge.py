@@ -6,6 +6,7 @@ from itertools import accumulate
 import numpy as np
 
 from fxpipe.chain_file import ChainFile
+from fxpipe.jit import compiled
 from fxpipe.passes import search_kernel, simulate_kernel
 from fxpipe.passes.search_chain import chain_arrays, links_of
 from fxpipe.passes.simulate import rows_of
@@ -33,25 +34,41 @@ class Judge:
         held = ((*block.parameters, *block.saved) for block in self.file.chain.blocks)
         return [0, *accumulate(sum(size for _, size in one) for one in held)]
 
-    def on(self, schedule: Schedule) -> Callable[[Cuts], Rank]:
+    def on(self, schedule: Schedule) -> Callable[[Sequence[Cuts]], list[Rank]]:
         """What to sort cuts by under `schedule`: bytes over the capacity, then the step in ms."""
         rows = rows_of(schedule)
-        none = np.empty((0, 0, 0)), np.empty(0, np.bool_), np.empty(0, np.int64), 0.0
         links = links_of(self.file.network, len(schedule.rows))
-        places, free = np.array(schedule.stage_to_device), np.zeros(schedule.n_stages)
+        places = np.array(schedule.stage_to_device)
         split = np.zeros(schedule.n_stages, np.bool_)
         split[[stage for stage, _ in schedule.split]] = True
+        capacity = np.full(len(schedule.rows), self.file.capacity_bytes)
+        arrays = tuple(self._arrays)
 
-        def rank(cuts: Cuts) -> Rank:
-            bounds = np.array((0, *cuts, self.n_blocks))
-            numbers, _ = search_kernel.cut(
-                bounds, schedule.n_microbatches, places, free, split, *self._arrays, *links
+        def ranks(of: Sequence[Cuts]) -> list[Rank]:
+            bounds = np.array([(0, *cuts, self.n_blocks) for cuts in of])
+            over, steps_ms = _ranks(
+                bounds, schedule.n_microbatches, places, split, rows, arrays, links, capacity
             )
-            ran = simulate_kernel.run(*rows, *none, *numbers, False)
-            over = np.maximum(ran[7] - self.file.capacity_bytes, 0).sum()
-            return int(over), float(ran[5].max())
+            return list(zip(over.tolist(), steps_ms.tolist(), strict=True))
 
-        return rank
+        return ranks
+
+
+@compiled
+def _ranks(bounds, n_microbatches, places, split, rows, arrays, links, capacity):  # type: ignore[no-untyped-def]
+    """Bytes over and ms of each row of `bounds`, what stages begin and end at."""
+    over, steps_ms = np.zeros(len(bounds), np.int64), np.zeros(len(bounds))
+    free = np.zeros(len(places))
+    for k in range(len(bounds)):
+        numbers, _ = search_kernel.cut(
+            bounds[k], n_microbatches, places, free, split, *arrays, *links
+        )
+        ran = simulate_kernel.run(
+            *rows, np.empty((0, 0, 0)), np.empty(0, np.bool_), np.empty(0, np.int64), 0.0,
+            *numbers, False,
+        )  # fmt: skip
+        over[k], steps_ms[k] = np.maximum(ran[7] - capacity, 0).sum(), ran[5].max()
+    return over, steps_ms
 
 
 def equal(sums: Sequence[float], n_stages: int) -> Cuts:

@@ -71,18 +71,17 @@ def parameter_sets(p: int, m: int, loops: int) -> Iterator[tuple[int, int]]:
 
 def beam_search(judge: Judge, schedule: Schedule, start: Cuts) -> tuple[Rank, Cuts]:
     """The best cuts under `schedule` that moves from `start` lead to."""
-    rank = judge.on(schedule)
-    ranks = {start: rank(start)}
+    judged = judge.on(schedule)
+    ranks = dict(zip([start], judged([start]), strict=True))
     beam, spent = [start], set[Cuts]()
     for _ in range(ROUNDS):
         fresh = [cuts for cuts in beam if cuts not in spent]
         if not fresh:
             break
-        for cuts in fresh:
-            spent.add(cuts)
-            for moved in moves(cuts, judge.n_blocks):
-                if moved not in ranks:
-                    ranks[moved] = rank(moved)
+        spent.update(fresh)
+        moved = dict.fromkeys(new for cuts in fresh for new in moves(cuts, judge.n_blocks))
+        new = [cuts for cuts in moved if cuts not in ranks]
+        ranks.update(zip(new, judged(new), strict=True))
         beam = sorted(ranks, key=lambda cuts: (ranks[cuts], cuts))[:WIDTH]
     return ranks[beam[0]], beam[0]
 
