@@ -8,6 +8,7 @@ from fxpipe.chain_file import ChainFile
 from fxpipe.compiler import chained
 from fxpipe.errors import FxpipeError
 from fxpipe.ir import Chain, CheckpointMode, Network, Plan
+from fxpipe.optimizer import optimizer_of
 from fxpipe.passes import order
 from fxpipe.passes.partition import partition
 from fxpipe.passes.search_plan import LOOPS, NAME, search
@@ -56,10 +57,16 @@ def chain_question(file: ChainFile, devices: str, microbatches: int | None) -> Q
 
 
 def model_question(
-    target: str, devices: str, batch: int, microbatches: int | None, profile: str | None
+    target: str,
+    devices: str,
+    batch: int,
+    microbatches: int | None,
+    profile: str | None,
+    optimizer: str,
 ) -> Question:
     """A model's, whose ops are measured here unless `profile` tells what they cost."""
     lanes = parse_devices(devices)
+    held = optimizer_of(optimizer)
     m = microbatches or min(batch, 2 * len(lanes))
     loaded = load(target)
     costs = None if profile is None else costs_of(profile)
@@ -81,7 +88,7 @@ def model_question(
         n_microbatches=m,
         network=priced.network,
         capacity_bytes=(priced.capacity_bytes,) * len(lanes),
-        training_factor=1.0,
+        training_factor=held.training_factor(model.parameters()),
     )
 
 

@@ -53,6 +53,17 @@ def plan_command(
     memory: Annotated[
         str | None, typer.Option(help="22GiB, or one amount for each device.")
     ] = None,
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            metavar="sgd|momentum|adam|adamw|FILE",
+            help="Whose state each device holds, of a TARGET; a chain says it itself.",
+        ),
+    ] = "sgd",
+    topology: Annotated[
+        str | None,
+        typer.Option(metavar="4x8:nvlink4/ib400", help="Links by name, in place of the costs'."),
+    ] = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for the search.")] = 30.0,
     seed: Annotated[int, typer.Option(help="Of the search's chance.")] = 0,
     as_json: Json = False,
@@ -67,6 +78,7 @@ def plan_command(
         from fxpipe.planner import answered, chain_question, model_question, named
         from fxpipe.progress import BestSoFar
         from fxpipe.schedule import Schedule
+        from fxpipe.topology import network_of
 
         if (target is None) == (chain is None):
             raise InputError("give a TARGET, or --chain FILE.json in its place")
@@ -74,13 +86,16 @@ def plan_command(
             question = chain_question(load_chain(chain), devices, microbatches)
         else:
             assert target is not None
-            question = model_question(target, devices, batch, microbatches, profile)
+            question = model_question(target, devices, batch, microbatches, profile, optimizer)
         question = dataclasses.replace(
             question, recompute=checkpoint is Recompute.AUTO, loops=loops
         )
         if memory is not None:
             capacity = capacities(memory, question.n_devices)
             question = dataclasses.replace(question, capacity_bytes=capacity)
+        if topology is not None:
+            network = network_of(topology, question.n_devices)
+            question = dataclasses.replace(question, network=network)
         order = Schedule.read(schedule) if schedule and schedule.endswith(".csv") else schedule
         with BestSoFar() as progress:
             found = answered(
