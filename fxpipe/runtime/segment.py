@@ -34,7 +34,8 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """
     forward = None if torch.compiler.is_compiling() else _THREAD.forward
     if forward is None:
-        return torch_checkpoint(function, *args, use_reentrant=False)
+        own = [list(arg) if isinstance(arg, list) else arg for arg in args]  # lists may grow
+        return torch_checkpoint(function, *own, use_reentrant=False)
     if not forward.recomputes or not torch.is_grad_enabled():
         return function(*args)
     segment = _Segment(function, args, forward)

@@ -211,6 +211,16 @@ def test_lists_of_tensors_and_what_is_no_tensor_may_be_given(stage, x):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_list_may_grow_behind_the_part(stage, x, inside):
+    values = [x]
+    with running(stage) if inside else nullcontext():
+        y = checkpoint(lambda tensors: torch.cat(tensors).sin(), values)
+    values.append(y)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(found, x.cos())
+
+
 def test_an_input_that_is_written_in_place_is_an_error(stage, x):
     with running(stage):
         h = stage.first(x)
