@@ -32,8 +32,8 @@ from fxpipe.passes.search_judge import (
 from fxpipe.passes.simulate import KINDS
 from fxpipe.schedule import Action, Schedule
 
-# Actions simulated in a second of a slow and busy core.
-_WORK_PER_SECOND = 600_000
+# Actions simulated in a second, half of what one core of 2024 does.
+_WORK_PER_SECOND = 1_500_000
 _FARTHEST = 10
 _LATE = 30  # moves: a change that is no worse than what stood so long ago is kept
 # Shares of the work: for moves in rounds, each with half of the shapes left, then for the order.
@@ -142,16 +142,30 @@ class Search:
             return replace(candidate, prices=prices)
         if len(candidate.path) == 2:
             return candidate
-        if not self._alike and candidate.table is None and kind > 0.95:
-            d, e = (self.random.randrange(self.problem.n_devices) for _ in range(2))
-            swap = {d: e, e: d}
-            return replace(candidate, device_of=tuple(swap.get(x, x) for x in candidate.device_of))
+        if candidate.table is None and kind > 0.7:
+            return self._placed(candidate)
         return replace(candidate, path=self._shifted(candidate.path))
 
-    @property
-    def _alike(self) -> bool:
-        """Whether it is all the same which device is which."""
-        return not self.problem.network.pairs and len(set(self.problem.capacity_bytes)) == 1
+    def _placed(self, candidate: Candidate) -> Candidate:
+        """Stages elsewhere: two change places, one moves, is cut in two or joined to the next."""
+        path, device_of = [*candidate.path], [*candidate.device_of]
+        n, p = len(device_of), self.problem.n_devices
+        j, k = self.random.randrange(n), self.random.randrange(n)
+        kind = self.random.choice(("swap", "move", "cut", "join"))
+        if kind == "swap":
+            device_of[j], device_of[k] = device_of[k], device_of[j]
+        elif kind == "move":
+            device_of[j] = self.random.randrange(p)
+        elif kind == "cut":
+            if path[j + 1] - path[j] > 1 and n < p * max(self.problem.loops):
+                path.insert(j + 1, self.random.randrange(path[j] + 1, path[j + 1]))
+                device_of.insert(j + self.random.randrange(2), self.random.randrange(p))
+        elif j + 1 < n:
+            del path[j + 1]
+            del device_of[j + self.random.randrange(2)]
+        if len(set(device_of)) < p:  # every device has a stage
+            return candidate
+        return replace(candidate, path=tuple(path), device_of=tuple(device_of))
 
     def _shifted(self, path: Path) -> Path:
         end, n = path[-1], len(path) - 1

@@ -20,10 +20,7 @@ _NEVER = np.inf
 
 @compiled
 def push(times, codes, size, time, code):  # type: ignore[no-untyped-def]
-    """Put an event into the heap of `size`; the heap's arrays, longer ones if they were full."""
-    if size == len(times):
-        times = np.concatenate((times, np.empty_like(times)))
-        codes = np.concatenate((codes, np.empty_like(codes)))
+    """Put an event into the heap of `size`, which has room for it."""
     k = size
     while k > 0:
         above = (k - 1) >> 1
@@ -32,7 +29,6 @@ def push(times, codes, size, time, code):  # type: ignore[no-untyped-def]
         times[k], codes[k] = times[above], codes[above]
         k = above
     times[k], codes[k] = time, code
-    return times, codes
 
 
 @compiled
@@ -74,13 +70,14 @@ def missing_arrivals(outbox_ends, receivers, n_stages, n_microbatches):  # type:
 
 @compiled
 def choose(  # type: ignore[no-untyped-def]
-    own, nexts, missing, rank, split, keeps, recompute, reserve, held, promised, capacity,
-    oldest, outbox_ends, receivers, sizes, device_of, d, soon, patience, lasts, now,
+    own, own_begin, own_end, nexts, missing, rank, split, keeps, recompute, reserve, held,
+    promised, capacity, oldest, outbox_ends, receivers, sizes, device_of, d,
 ):  # fmt: skip
-    """The action that device `d` starts: its kind and stage, or (-1, -1) to wait."""
+    """The action that device `d` starts: its kind and stage, or (-1, -1); does F lack room?"""
     n_microbatches = missing.shape[2]
-    best, kind_found, stage_found = _NEVER, -1, -1
-    for j in own:
+    best, kind_found, stage_found, lacks_room = _NEVER, -1, -1, False
+    for place in range(own_begin, own_end):
+        j = own[place]
         i = nexts[2, j]
         if i < nexts[1, j] and rank[2, j, i] < best:
             best, kind_found, stage_found = rank[2, j, i], WEIGHT, j
@@ -93,7 +90,8 @@ def choose(  # type: ignore[no-untyped-def]
             need = keeps[j, again] + reserve[d]
             if i != oldest[d]:
                 # What the oldest micro-batch still needs stays free, so that it can always end.
-                for other in own:
+                for k in range(own_begin, own_end):
+                    other = own[k]
                     if nexts[0, other] <= oldest[d]:
                         need += keeps[other, 1 if recompute[other, oldest[d]] else 0]
             fits = held[d] + promised[d] + need <= capacity[d]
@@ -104,11 +102,25 @@ def choose(  # type: ignore[no-untyped-def]
                 fits = fits and (i == oldest[e] or room >= 0)
             if fits or i == oldest[d]:
                 best, kind_found, stage_found = rank[0, j, i], FORWARD, j
-    # Rather wait for a message than begin a long action just before it comes.
-    fills = kind_found == WEIGHT or (kind_found == BACKWARD and stage_found == 0)
-    if fills and soon < now + patience * lasts[kind_found, stage_found, 0]:
-        return -1, -1
-    return kind_found, stage_found
+            else:
+                lacks_room = True
+    return kind_found, stage_found, lacks_room
+
+
+@compiled
+def next_arrival(times, codes, size, d, kinds, stages, outbox_ends, receivers, device_of):  # type: ignore[no-untyped-def]
+    """When the next message on its way arrives at device `d`."""
+    soon = _NEVER
+    for event in range(size):
+        code = codes[event]
+        if code >> _WHAT == _ARRIVES and times[event] < soon:
+            action = (code >> _ACTION) & ((1 << (_WHAT - _ACTION)) - 1)
+            box = 2 * stages[action] + (0 if kinds[action] == FORWARD else 1)
+            slot = code & ((1 << _ACTION) - 1)
+            slot += outbox_ends[box - 1] if box > 0 else 0
+            if device_of[receivers[slot]] == d:
+                soon = times[event]
+    return soon
 
 
 @compiled
@@ -153,7 +165,7 @@ def run(  # type: ignore[no-untyped-def]
     # For devices that choose: the next micro-batch of F, of the backward and of W by stage.
     nexts = np.zeros((3, n_stages), np.int64)
     oldest, promised = np.zeros(n_devices, np.int64), np.zeros(n_devices, np.int64)
-    reserve = np.zeros(n_devices, np.int64)
+    reserve, lacks_room = np.zeros(n_devices, np.int64), np.zeros(n_devices, np.bool_)
     own_ends = np.zeros(n_devices, np.int64)
     own = np.argsort(device_of, kind="mergesort")
     for j in range(n_stages):
@@ -170,7 +182,8 @@ def run(  # type: ignore[no-untyped-def]
     is_touched = np.ones(n_devices, np.bool_)
     log_device, log_ms, log_bytes = np.empty(64, np.int32), np.empty(64), np.empty(64, np.int64)
     n_log = 0
-    times, codes, size = np.empty(64), np.empty(64, np.int64), 0
+    # Room for an action of each device, and for messages, more where they are sent.
+    times, codes, size = np.empty(64 + 2 * n_devices), np.empty(64 + 2 * n_devices, np.int64), 0
     now = 0.0
     while True:
         # The events of one instant.
@@ -191,14 +204,14 @@ def run(  # type: ignore[no-untyped-def]
                     held[d] -= keeps[j, again] + comes_back[j, again] + received[j, i]
                     while not given and oldest[d] < n_microbatches:
                         done = True
-                        for other in own[(own_ends[d - 1] if d > 0 else 0) : own_ends[d]]:
-                            done = done and nexts[2, other] > oldest[d]
+                        for place in range(own_ends[d - 1] if d > 0 else 0, own_ends[d]):
+                            done = done and nexts[2, own[place]] > oldest[d]
                         if not done:
                             break
                         oldest[d] += 1
                 # Who chooses may have waited for memory on any device.
-                for e in range(d if given else 0, d + 1 if given else n_devices):
-                    if not is_touched[e]:
+                for e in range(n_devices):
+                    if (e == d or lacks_room[e]) and not is_touched[e]:
                         is_touched[e] = True
                         touched[n_touched] = e
                         n_touched += 1
@@ -220,15 +233,18 @@ def run(  # type: ignore[no-untyped-def]
                             n_touched += 1
                     box = 2 * j + way
                     begin = outbox_ends[box - 1] if box > 0 else 0
+                    while size + 2 * (outbox_ends[box] - begin) + n_devices > len(times):
+                        times = np.concatenate((times, np.empty_like(times)))
+                        codes = np.concatenate((codes, np.empty_like(codes)))
                     for slot in range(begin, outbox_ends[box]):
                         e = device_of[receivers[slot]]
                         start = max(now, link_free[d, e])
                         link_free[d, e] = start + transfers[slot]
                         message = (action << _ACTION) | (slot - begin)
                         code = (_STARTS << _WHAT) | message
-                        times, codes = push(times, codes, size, start, code)
+                        push(times, codes, size, start, code)
                         code = (_ARRIVES << _WHAT) | message
-                        times, codes = push(times, codes, size + 1, link_free[d, e], code)
+                        push(times, codes, size + 1, link_free[d, e], code)
                         size += 2
             else:
                 slot = code & ((1 << _ACTION) - 1)
@@ -275,26 +291,21 @@ def run(  # type: ignore[no-untyped-def]
                     continue
                 next_of[d] += 1
             else:
-                soon = _NEVER
-                if patience > 0:
-                    for event in range(size):
-                        code = codes[event]
-                        if code >> _WHAT != _ARRIVES or times[event] >= soon:
-                            continue
-                        action = (code >> _ACTION) & ((1 << (_WHAT - _ACTION)) - 1)
-                        box = 2 * stages[action] + (0 if kinds[action] == FORWARD else 1)
-                        slot = code & ((1 << _ACTION) - 1)
-                        slot += outbox_ends[box - 1] if box > 0 else 0
-                        if device_of[receivers[slot]] == d:
-                            soon = times[event]
-                kind, j = choose(
-                    own[(own_ends[d - 1] if d > 0 else 0) : own_ends[d]],
-                    nexts, missing, rank, split, keeps, recompute, reserve, held, promised,
-                    capacity, oldest, outbox_ends, receivers, sizes, device_of, d, soon, patience,
-                    lasts, now,
+                kind, j, lacks_room[d] = choose(
+                    own, own_ends[d - 1] if d > 0 else 0, own_ends[d], nexts, missing, rank, split,
+                    keeps, recompute, reserve, held, promised, capacity, oldest, outbox_ends,
+                    receivers, sizes, device_of, d,
                 )  # fmt: skip
                 if kind < 0:
                     continue
+                # Rather wait for a message than begin a long action just before it comes.
+                fills = kind == WEIGHT or (kind == BACKWARD and j == 0)
+                if fills and patience > 0:
+                    soon = next_arrival(
+                        times, codes, size, d, kinds, stages, outbox_ends, receivers, device_of
+                    )
+                    if soon < now + patience * lasts[kind, j, 0]:
+                        continue
                 way = 0 if kind == FORWARD else 2 if kind == WEIGHT else 1
                 i = nexts[way, j]
                 nexts[way, j] += 1
@@ -331,7 +342,7 @@ def run(  # type: ignore[no-untyped-def]
                 log_device[n_log], log_ms[n_log], log_bytes[n_log] = d, now, held[d]
                 n_log += 1
             busy[d] = True
-            times, codes = push(times, codes, size, ends[action], action << _ACTION)
+            push(times, codes, size, ends[action], action << _ACTION)
             size += 1
         n_touched = 0
         if size == 0:
