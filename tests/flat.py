@@ -1,7 +1,9 @@
 """Compiles small models on made-up costs, the same on every machine and in every run."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
+from fxpipe import compiler
 from fxpipe.capture import capture
 from fxpipe.codegen.emit import emit
 from fxpipe.compiler import compile
@@ -29,12 +31,20 @@ def flat_profile(captured, microbatches):
     )
 
 
-def compile_flat(model, args=(), kwargs=None, *, devices, microbatches, **options):
-    """`fxpipe.compile` with a flat profile."""
-    profile = flat_profile(capture(model, args, kwargs or {}), microbatches)
-    return compile(
-        model, args, kwargs, devices=devices, microbatches=microbatches, profile=profile, **options
-    )
+def compile_flat(model, args=(), kwargs=None, *, devices, microbatches, captured=None, **options):
+    """`fxpipe.compile` with a flat profile; both of one capture, which may be given."""
+    captured = captured or capture(model, args, kwargs or {})
+    profile = flat_profile(captured, microbatches)
+    with patch.object(compiler, "capture_model", lambda *_: captured):
+        return compile(
+            model,
+            args,
+            kwargs,
+            devices=devices,
+            microbatches=microbatches,
+            profile=profile,
+            **options,
+        )
 
 
 def recomputing(package, segments):

@@ -2,41 +2,20 @@
 
 import dataclasses
 import math
-from pathlib import Path
+from functools import cache
 from unittest import mock
 
 import models
 import pytest
 import torch
 from flat import compile_flat, flat_profile
+from makers import MAKERS, captured, structured, target_of
 
 import fxpipe
 from fxpipe.capture import capture
 from fxpipe.errors import InputError, PackageError, WeightsError
 from fxpipe.runtime.portal import Wires
-from fxpipe.target import Target
 from fxpipe.verify import verify
-
-
-def structured(rows):
-    return {"pair": (torch.randn(rows, 6), torch.randn(rows, 6)), "weight": torch.randn(6)}
-
-
-MAKERS = {
-    models.Chain: lambda rows: {"x": torch.randn(rows, 6)},
-    models.Skip: lambda rows: {"x": torch.randn(rows, 6)},
-    models.Norms: lambda rows: {"x": torch.randn(rows, 3, 8, 8)},
-    models.Tied: lambda rows: {"tokens": torch.randint(11, (rows, 5))},
-    models.Structured: structured,
-    models.Paths: lambda rows: {"x": torch.randn(rows, 6)},
-    models.Auxiliary: lambda rows: {"x": torch.randn(rows, 6)},
-    models.Cached: lambda rows: {"x": torch.randn(rows, 2, 6)},
-}
-
-
-def target_of(kind):
-    folder = str(Path(models.__file__).parent)
-    return Target(kind.__name__, "models.py", folder, kind, MAKERS[kind])
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -50,6 +29,7 @@ def test_a_package_computes_what_the_model_does(kind, devices, schedule, checkpo
         microbatches=4,
         schedule=schedule,
         checkpoint=checkpoint,
+        captured=captured(kind),
     )
     result = verify(package.write(tmp_path / "out"), target_of(kind), batch=10)
     assert result.equal, result
@@ -76,7 +56,12 @@ V_OF_TWO_LOOPS = fxpipe.Schedule.from_csv(
 @pytest.mark.parametrize("kind", [models.Skip, models.Tied, models.Norms])
 def test_a_package_computes_it_wherever_its_stages_are(kind, schedule, options, tmp_path):
     package = compile_flat(
-        kind(), kwargs=MAKERS[kind](8), microbatches=4, schedule=schedule, **options
+        kind(),
+        kwargs=MAKERS[kind](8),
+        microbatches=4,
+        schedule=schedule,
+        captured=captured(kind),
+        **options,
     )
     table = package.plan.schedule
     assert package.manifest.stage_to_device == table.stage_to_device
@@ -204,6 +189,7 @@ def test_a_profile_of_another_model_or_microbatch_is_refused():
         fxpipe.compile(model, (x,), devices="cpu*2", microbatches=4, profile=own)
 
 
+@cache
 def package_of_chain():
     return compile_flat(models.Chain(), (torch.randn(8, 6),), devices="cpu*2", microbatches=2)
 

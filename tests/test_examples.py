@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from flat import recomputing
+from pairs import all_pairs
 
 from fxpipe import compiler, target
 from fxpipe.ir import CheckpointMode
@@ -73,9 +74,10 @@ def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Example(request.param, tmp_path_factory.mktemp("example"))
 
 
-@pytest.mark.parametrize("checkpoint", list(CheckpointMode), ids=str)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("n_stages", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("n_stages", "checkpoint", "schedule"),
+    all_pairs([1, 2, 4], list(CheckpointMode), ["gpipe", "1f1b"]),
+)
 def test_example_computes_what_the_plain_model_does(
     example, n_stages, schedule, checkpoint, tmp_path, monkeypatch
 ):

@@ -7,21 +7,16 @@ from unittest import mock
 import models
 import pytest
 import torch
-from flat import flat_profile
-from test_compiler import MAKERS, target_of
+from flat import compile_flat
+from makers import MAKERS, built, captured, captured_bare, target_of
 from torch import nn
 
 import fxpipe
 from fxpipe.capture import capture
 from fxpipe.errors import InputError, TargetError
-from fxpipe.memory import faked, lacks_memory, storage_of, without_memory
+from fxpipe.memory import faked, lacks_memory, storage_of
 from fxpipe.target import Target
 from fxpipe.verify import verify
-
-
-def built(make):
-    with without_memory():
-        return make()
 
 
 def test_parameters_have_no_memory_and_buffers_have_their_values():
@@ -90,7 +85,7 @@ def test_fake_tensors_share_memory_where_real_ones_do_and_go_again():
 
 @pytest.mark.parametrize("kind", MAKERS, ids=lambda kind: kind.__name__)
 def test_it_is_captured_as_with_memory(kind):
-    real, other = capture(kind(), (), MAKERS[kind](8)), capture(built(kind), (), MAKERS[kind](8))
+    real, other = captured(kind), captured_bare(kind)
     assert str(other.graph) == str(real.graph)
     assert other.ops == real.ops
     assert other.fingerprint == real.fingerprint
@@ -99,14 +94,12 @@ def test_it_is_captured_as_with_memory(kind):
 
 @pytest.mark.parametrize("kind", MAKERS, ids=lambda kind: kind.__name__)
 def test_the_package_computes_what_the_model_with_memory_does(kind, tmp_path):
-    given = MAKERS[kind](8)
-    model = built(kind)
-    package = fxpipe.compile(
-        model,
-        kwargs=given,
+    package = compile_flat(
+        built(kind),
+        kwargs=MAKERS[kind](8),
         devices="cpu*2",
         microbatches=4,
-        profile=flat_profile(capture(model, (), given), 4),
+        captured=captured_bare(kind),
     )
     result = verify(package.write(tmp_path / "out"), target_of(kind), batch=10)
     assert result.equal, result
@@ -114,15 +107,15 @@ def test_the_package_computes_what_the_model_with_memory_does(kind, tmp_path):
 
 
 def test_it_is_emitted_as_with_memory():
-    def files(model):
-        given = {"tokens": torch.randint(11, (8, 5))}
-        profile = flat_profile(capture(model, (), given), 4)
-        package = fxpipe.compile(
-            model, kwargs=given, devices="cpu*2", microbatches=4, profile=profile
+    def files(model, capture):
+        given = MAKERS[models.Tied](8)
+        package = compile_flat(
+            model, kwargs=given, devices="cpu*2", microbatches=4, captured=capture
         )
         return {name: text for name, text in package.files.items() if name != "plan.json"}
 
-    assert files(built(models.Tied)) == files(models.Tied())
+    bare, real = captured_bare(models.Tied), captured(models.Tied)
+    assert files(built(models.Tied), bare) == files(models.Tied(), real)
 
 
 def test_a_graph_that_makes_other_calls_is_not_called_equal():

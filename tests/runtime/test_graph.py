@@ -11,6 +11,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from pairs import all_pairs
 from torch import nn
 from torch.amp import GradScaler
 from toys import (
@@ -90,9 +91,7 @@ def captured(folder, toy, stand, **settings):
     return model, stand.pipe
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CAPTURABLE)
+@pytest.mark.parametrize(("name", "mode", "schedule"), all_pairs(CAPTURABLE, MODES, SCHEDULES))
 def test_captured_steps_equal_the_plain_models(tmp_path, stand, name, mode, schedule):
     toy = TOYS[name]
     model, pipe = captured(tmp_path, toy, stand, schedule=schedule, checkpoint=mode)

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from pairs import all_pairs
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from toys import MODES, SKIPS, TOYS, Part, Toy, both, mean_loss
@@ -39,17 +40,14 @@ class Watch:
         return sum(not reference.expired() for reference in every)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _without_collector():
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "split"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize(("name", "mode", "schedule"), all_pairs(TOYS, MODES, ["1f1b", "split"]))
 def test_no_tensor_of_a_step_or_call_is_alive_after_it(tmp_path, name, mode, schedule):
     toy = TOYS[name]
     _, pipe = both(tmp_path, toy, schedule=schedule, checkpoint=mode)
@@ -349,8 +347,9 @@ def test_measured_peaks_are_of_parameters_gradients_and_saved_tensors(tmp_path):
     first, last = (peak.measured_bytes for peak in memory.peaks)
     # All four micro-batches are forward before the first is backward, and each stage saves what
     # its exp gave; the last one has what it received and their losses' gradients too. An action
-    # has a few tensors of one micro-batch besides.
-    assert whole <= first <= 2 * whole
+    # has a few tensors of one micro-batch besides, and if the first lane falls behind, all
+    # gradients wait for it.
+    assert whole <= first <= 3 * whole
     assert 3 * whole <= last <= 4 * whole
     assert [peak.lanes for peak in memory.peaks] == [(0,), (1,)]
     assert "lane 1 on cpu: predicted 0.0 MiB, measured" in str(memory)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairs import all_pairs
 from toys import (
     CHAIN,
     EARLY,
@@ -52,10 +53,10 @@ def looped(schedule: str, n: int, m: int, halves: bool) -> str:
     return "\n".join(rows) + "\n"
 
 
-@pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("schedule", ["interleaved", "bfs"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize(
+    ("name", "mode", "schedule", "halves"),
+    all_pairs(TOYS, MODES, ["interleaved", "bfs"], [False, True]),
+)
 def test_several_stages_a_device_equal_the_plain_model(tmp_path, name, mode, schedule, halves):
     toy = TOYS[name]
     n = len(toy.parts)
