@@ -1,0 +1,161 @@
+"""What goes between ranks, tried by passing it by hand: no process is started here."""
+
+import random
+from collections import defaultdict, deque
+from itertools import pairwise
+
+import pytest
+
+from fxpipe.errors import ScheduleError
+from fxpipe.passes import order
+from fxpipe.runtime.messages import Receive, Row, Send, arrivals, check_messages, rank_rows
+from fxpipe.runtime.portal import CALLER, Wire, Wires
+from fxpipe.schedule import Action, Kind, Schedule
+
+HALVED = "0F0,0F1,2F0,2B0,0I0,2F1,0W0,2I1,2W1,0B1\n1F0,1F1,1B0,1I1,1W1\n"
+
+
+def wires_of(n: int, *skips: tuple[int, int]) -> Wires:
+    """A chain of n stages and the end; `skips` are further readers, each with its source."""
+    reads: list[list[Wire]] = [[Wire(j - 1, f"x{j - 1}")] for j in range(n + 1)]
+    reads[0] = [Wire(CALLER, "x")]
+    for source, reader in skips:
+        reads[reader].append(Wire(source, f"x{source}"))
+    readers: dict[Wire, list[int]] = {}
+    for j, wires in enumerate(reads):
+        for wire in wires:
+            readers.setdefault(wire, []).append(j)
+    return Wires(tuple(map(tuple, reads)), {w: tuple(js) for w, js in readers.items()})
+
+
+def run(rows: tuple[Row, ...], table: Schedule, wires: Wires, draws: list[int], seed: int) -> None:
+    """Run all rows at random speeds; each message must be there when it is needed, and used."""
+    n, homes = table.n_stages, (*table.stage_to_device, table.stage_to_device[-1])
+    chance = random.Random(seed)
+    channels: dict[tuple[int, int], deque[object]] = defaultdict(deque)
+    arrived: list[set[object]] = [set() for _ in rows]
+    have: list[set[object]] = [set() for _ in rows]
+    left = [deque(row) for row in rows]
+    while any(left):
+        ready = [
+            rank
+            for rank, row in enumerate(left)
+            if row
+            and (
+                not isinstance(row[0], Receive)
+                or row[0].message in (*arrived[rank], *channels[row[0].message.source, rank])
+            )
+        ]
+        rank = chance.choice(ready)  # there is one: nothing waits forever
+        item = left[rank].popleft()
+        if isinstance(item, Send):
+            channels[rank, item.message.target].append(item.message)
+        elif isinstance(item, Receive):
+            message = item.message
+            while message not in arrived[rank]:  # what was sent before comes before
+                arrived[rank].add(channels[message.source, rank].popleft())
+            have[rank] |= {
+                (message.what, message.wire, j, message.microbatch) for j in message.stages
+            }
+        else:
+            do(item, have[rank], rank, wires, homes, draws, n)
+    assert not any(channels.values())
+
+
+def do(
+    action: Action,
+    have: set[object],
+    rank: int,
+    wires: Wires,
+    homes: tuple[int, ...],
+    draws: list[int],
+    n: int,
+) -> None:
+    """Take what the action needs from `have`, leave there what it makes for the rank's own."""
+    j, i = action.stage, action.microbatch
+    reading = [j, n] if j == n - 1 else [j]
+    if action.kind is Kind.FORWARD:
+        if any(k < j for k in draws) and j in draws:
+            have.remove(("random", None, j, i))
+        have |= {("value", w, k, i) for w, ks in wires.readers.items() if w.source == j for k in ks}
+        for k in reading:
+            for wire in wires.reads[k]:
+                if wire.source != CALLER:
+                    have.remove(("value", wire, k, i))
+                if k == n:
+                    have.add(("gradient", wire, n, i))
+        following = [k for k in draws if k > j]
+        if j in draws and following and homes[following[0]] == rank:
+            have.add(("random", None, following[0], i))
+    elif action.kind.sends_back:
+        for wire, readers in wires.readers.items():
+            if wire.source == j:
+                for k in readers:
+                    have.remove(("gradient", wire, k, i))
+        have |= {("gradient", wire, j, i) for wire in wires.reads[j]}
+
+
+@pytest.mark.parametrize("skips", [[], [(0, 2), (0, 3), (1, 4)]], ids=["chain", "skips"])
+@pytest.mark.parametrize("draws", [[], [0, 1, 3]], ids=["", "random"])
+@pytest.mark.parametrize("name", order.NAMES)
+def test_all_that_is_needed_comes_under_each_named_schedule(name, draws, skips):
+    p = 2 if order.usual_loops(name, 4) > 1 else 4
+    table = order.build(name, p, 5, order.usual_loops(name, p))
+    for m in (5, 3):
+        cut = table.first(m)
+        wires = wires_of(cut.n_stages, *skips)
+        rows = rank_rows(cut, wires, cut.stage_to_device, draws)
+        check_messages(rows)
+        for seed in range(3):
+            run(rows, cut, wires, draws, seed)
+
+
+def test_a_table_by_hand_of_whole_and_halved_backwards():
+    table = Schedule.from_csv(HALVED)
+    wires = wires_of(3, (0, 2))
+    for seed in range(5):
+        run(rank_rows(table, wires, (0, 1, 0), [1, 2]), table, wires, [1, 2], seed)
+
+
+def test_a_value_goes_once_to_each_rank_and_gradients_come_from_each_reader():
+    table = Schedule.from_csv("0F0,0B0\n1F0,2F0,2B0,1B0\n")
+    first, second = rank_rows(table, wires_of(3, (0, 2), (0, 3)), (0, 1, 1), [])
+    assert [*map(str, (i.message for i in first if isinstance(i, Send)))] == [
+        "value x0 of micro-batch 0 from rank 0 to 1"
+    ]
+    (value,) = arrivals((first, second), 1)[0]
+    assert value.stages == (1, 2, 3)
+    assert [m.stages for m in arrivals((first, second), 0)[1]] == [(3,), (2,), (1,)]
+
+
+def test_a_value_for_the_end_alone_comes_before_the_last_stage():
+    table = Schedule.from_csv("0F0,0B0\n1F0,1B0\n")
+    _, last = rank_rows(table, wires_of(2, (0, 2)), (0, 1), [])
+    assert [type(item) for item in last[:2]] == [Receive, Action]
+
+
+def test_without_backward_no_gradient_is_sent():
+    rows = rank_rows(Schedule.from_csv("0F0,0F1\n1F0,1F1\n"), wires_of(2, (0, 2)), (0, 1), [])
+    assert {item.message.what for row in rows for item in row if isinstance(item, Send)} == {
+        "value"
+    }
+
+
+def test_rows_that_wait_for_each_other_are_refused_with_what_each_waits_for():
+    table = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    rows = rank_rows(table, wires_of(2), (0, 1), [])
+    with pytest.raises(ScheduleError) as caught:
+        check_messages(rows)
+    assert str(caught.value).splitlines() == [
+        "the schedule table can't run:",
+        "  rank 0 waits forever for gradient x0 of micro-batch 0 from rank 1 to 0",
+        "  rank 1 waits forever for value x0 of micro-batch 1 from rank 0 to 1",
+    ]
+
+
+def test_what_arrives_from_a_rank_is_in_the_order_of_its_row():
+    rows = rank_rows(
+        Schedule.from_csv("0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1\n"), wires_of(2), (0, 1), []
+    )
+    assert [m.microbatch for m in arrivals(rows, 1)[0]] == [1, 0]
+    assert all(a != b for a, b in pairwise(arrivals(rows, 0)[1]))
