@@ -29,6 +29,8 @@ from fxpipe.passes.order import usual_loops
 from fxpipe.passes.partition import SOLVERS, partition
 from fxpipe.passes.portals import wire
 from fxpipe.passes.profile import profile as profile_ops
+from fxpipe.passes.search_plan import LOOPS, TIME_LIMIT_S, search
+from fxpipe.passes.search_plan import NAME as AUTO
 from fxpipe.runtime.manifest import OptimizerSpec
 from fxpipe.runtime.stream import Device, Devices, parse_devices
 from fxpipe.schedule import Schedule
@@ -50,6 +52,8 @@ def compile(
     optimizer: str | Optimizer = "sgd",
     memory: str | None = None,
     topology: str | None = None,
+    time_limit_s: float = TIME_LIMIT_S,
+    seed: int = 0,
     allow_graph_breaks: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Package:
@@ -60,7 +64,13 @@ def compile(
     `schedule` is gpipe, 1f1b, zb-h1, zb-h2, zb-v, interleaved, bfs or a member of Pfeife's family
     such as `"pfeife:B_l=4,B_f=2"`; `loops`, the stages a device, are 2 under zb-v, interleaved and
     bfs, else 1. Or it is a table of your own, with a row for each device. `checkpoint` is never,
-    except_last or always, `solver` dp, beam or cpsat. A given `profile` must be of the same model
+    except_last or always, `solver` dp, beam or cpsat.
+
+    With `schedule="auto"` cuts, stages a device, map and order are searched together for
+    `time_limit_s`, with chance from `seed`; with `checkpoint="auto"` so are the parts of stages
+    that are computed again in backward, for a named schedule too.
+
+    A given `profile` must be of the same model
     and micro-batch; text such as `analytic:h100` has it worked out for that device, and a model
     built `without_memory()` needs that. `progress` is told each pass as it starts.
 
@@ -100,18 +110,35 @@ def compile(
     capacity_bytes = room or (profile.capacity_bytes,) * len(lanes)
     training_factor = optimizer.training_factor(model.parameters())
     with line("partition"):
-        plan = partition(
-            chain,
-            n_stages=table.n_stages,
-            loops=max(Counter(table.stage_to_device).values()),
-            n_microbatches=microbatches,
-            schedule=schedule,
-            checkpoint=CheckpointMode(checkpoint),
-            network=network or profile.network,
-            capacity_bytes=capacity_bytes,
-            training_factor=training_factor,
-            solver=solver,
-        )
+        if table is None or checkpoint == AUTO:
+            plan = search(
+                chain,
+                n_devices=len(lanes),
+                n_microbatches=microbatches,
+                network=network or profile.network,
+                capacity_bytes=capacity_bytes,
+                training_factor=training_factor,
+                recompute=checkpoint == AUTO,
+                loops=LOOPS if loops is None else (loops,),
+                table=table,
+                schedule_name=schedule if isinstance(schedule, str) else "given",
+                seed=seed,
+                time_limit_s=time_limit_s,
+                progress=lambda ms: progress(f"partition: {ms:.3f} ms"),
+            )
+        else:
+            plan = partition(
+                chain,
+                n_stages=table.n_stages,
+                loops=max(Counter(table.stage_to_device).values()),
+                n_microbatches=microbatches,
+                schedule=schedule,
+                checkpoint=CheckpointMode(checkpoint),
+                network=network or profile.network,
+                capacity_bytes=capacity_bytes,
+                training_factor=training_factor,
+                solver=solver,
+            )
     with line("portals"):
         wiring = wire(captured, chain, plan)
     with line("emit"):
@@ -203,22 +230,30 @@ def _check_settings(
     for what, count in (("microbatches", microbatches), ("loops", 1 if loops is None else loops)):
         if not isinstance(count, int) or count < 1:
             wrong.append(f"{what} is a whole number, at least 1, not {count!r}")
-    modes = tuple(mode.value for mode in CheckpointMode)
+    modes = (*(mode.value for mode in CheckpointMode), AUTO)
     named = SCHEDULES[0] if isinstance(schedule, Schedule) else str(schedule).partition(":")[0]
     for what, name, names in (
-        ("schedule", named, SCHEDULES),
+        ("schedule", named, (*SCHEDULES, AUTO)),
         ("checkpoint mode", checkpoint, modes),
         ("solver", solver, SOLVERS),
     ):
         if name not in names:
             wrong.append(f"there is no {what} {name!r}: use one of {', '.join(names)}")
+    if schedule == AUTO and checkpoint not in (CheckpointMode.NEVER, AUTO):
+        wrong.append(
+            f"the schedule auto recomputes nothing or chooses what: give checkpoint never or auto, "
+            f"not {checkpoint}"
+        )
     if wrong:
         raise InputError("\n".join(wrong))
 
 
 def _table(
     schedule: str | Schedule, n_devices: int, microbatches: int, loops: int | None
-) -> Schedule:
+) -> Schedule | None:
+    """The table that is asked for; none if it is searched."""
+    if schedule == AUTO:
+        return None
     if isinstance(schedule, Schedule):
         return given_schedule(schedule, n_devices, microbatches, loops)
     loops = usual_loops(schedule, n_devices) if loops is None else loops

@@ -111,6 +111,7 @@ def answered(
         table, name = order.build(schedule, q.n_devices, q.n_microbatches, loops), schedule
     plan = search(
         q.chain,
+        schedule_name=name,
         n_devices=q.n_devices,
         n_microbatches=q.n_microbatches,
         network=q.network,

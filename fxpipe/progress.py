@@ -17,7 +17,14 @@ class Progress:
         self._started = 0.0
 
     def __call__(self, name: str) -> None:
-        """Pass `name` starts; the one before has ended."""
+        """Pass `name` starts, the one before has ended; `name: text` tells of one that runs."""
+        if (
+            self._name is not None
+            and self._status is not None
+            and name.startswith(f"{self._name}: ")
+        ):
+            self._status.update(name)
+            return
         self._end()
         self._name, self._started = name, time.perf_counter()
         self._status = self._console.status(name)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fxpipe.errors import PlanError
 from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, Plan
 from fxpipe.passes import checkpoints, order
-from fxpipe.passes.partition_costs import Cuts, evaluate
+from fxpipe.passes.partition_costs import Cuts, evaluate, size_text
 from fxpipe.schedule import Schedule
 
 SOLVERS = ("dp", "beam", "cpsat")
@@ -199,16 +199,9 @@ def _does_not_fit(problem: Problem, estimate: Estimate, checkpoint: CheckpointMo
     if checkpoint is not CheckpointMode.ALWAYS:
         help_by.append("`--checkpoint always`")
     return (
-        f"no partition fits: in the best one found, device {device} needs {_size(peak)} and has "
-        f"{_size(capacity)} (parameters and what training keeps of them "
-        f"{_size(round(static))}, saved for one micro-batch "
-        f"{_size(sum(stage.saved_bytes for stage in stages))}). What would help: "
+        f"no partition fits: in the best one found, device {device} needs {size_text(peak)} and "
+        f"has {size_text(capacity)} (parameters and what training keeps of them "
+        f"{size_text(round(static))}, saved for one micro-batch "
+        f"{size_text(sum(stage.saved_bytes for stage in stages))}). What would help: "
         f"{', or '.join(help_by)}"
     )
-
-
-def _size(n_bytes: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n_bytes >= scale:
-            return f"{n_bytes / scale:.2f} {unit}"
-    return f"{n_bytes} bytes"

@@ -236,3 +236,11 @@ def held_sets(
         )
         for pairs in held
     )
+
+
+def size_text(n_bytes: int) -> str:
+    """Bytes in the unit that suits them."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n_bytes >= scale:
+            return f"{n_bytes / scale:.2f} {unit}"
+    return f"{n_bytes} bytes"

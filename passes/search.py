@@ -111,7 +111,7 @@ class Search:
         path = even_path(self.problem, len(shape))
         found = None
         for step in range(len(self.judge.prices)):
-            tried = self.judge(Candidate(path, shape, (step,) * p, table), (1, p, m), 3)
+            tried = self.judge(Candidate(path, shape, (step,) * len(shape), table), (1, p, m), 3)
             if found is None or tried.worth < found.worth:
                 found = tried
             if not tried.worth[0]:
@@ -135,20 +135,26 @@ class Search:
         """One random move; the candidate itself where there is nothing to move."""
         kind = self.random.random()
         if len(self.judge.prices) > 1 and kind < 0.2:
-            d = self.random.randrange(self.problem.n_devices)
-            step = candidate.prices[d] + self.random.choice((-1, 1))
-            step = min(max(step, 0), len(self.judge.prices) - 1)
-            prices = (*candidate.prices[:d], step, *candidate.prices[d + 1 :])
-            return replace(candidate, prices=prices)
+            return replace(candidate, prices=self._priced(candidate.prices))
         if len(candidate.path) == 2:
             return candidate
         if candidate.table is None and kind > 0.7:
             return self._placed(candidate)
         return replace(candidate, path=self._shifted(candidate.path))
 
+    def _priced(self, prices: tuple[int, ...]) -> tuple[int, ...]:
+        """Memory is dearer or cheaper for one stage, or for all."""
+        step = self.random.choice((-3, -1, 1, 3))
+        one = self.random.randrange(2 * len(prices))
+        last = len(self.judge.prices) - 1
+        return tuple(
+            min(max(price + step, 0), last) if j == one or one >= len(prices) else price
+            for j, price in enumerate(prices)
+        )
+
     def _placed(self, candidate: Candidate) -> Candidate:
         """Stages elsewhere: two change places, one moves, is cut in two or joined to the next."""
-        path, device_of = [*candidate.path], [*candidate.device_of]
+        path, device_of, prices = map(list, (candidate.path, candidate.device_of, candidate.prices))
         n, p = len(device_of), self.problem.n_devices
         j, k = self.random.randrange(n), self.random.randrange(n)
         kind = self.random.choice(("swap", "move", "cut", "join"))
@@ -160,12 +166,16 @@ class Search:
             if path[j + 1] - path[j] > 1 and n < p * max(self.problem.loops):
                 path.insert(j + 1, self.random.randrange(path[j] + 1, path[j + 1]))
                 device_of.insert(j + self.random.randrange(2), self.random.randrange(p))
+                prices.insert(j, prices[j])
         elif j + 1 < n:
             del path[j + 1]
             del device_of[j + self.random.randrange(2)]
+            del prices[j]
         if len(set(device_of)) < p:  # every device has a stage
             return candidate
-        return replace(candidate, path=tuple(path), device_of=tuple(device_of))
+        return replace(
+            candidate, path=tuple(path), device_of=tuple(device_of), prices=tuple(prices)
+        )
 
     def _shifted(self, path: Path) -> Path:
         end, n = path[-1], len(path) - 1

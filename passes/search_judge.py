@@ -15,7 +15,7 @@ from fxpipe.passes.simulate import rows_of
 from fxpipe.passes.simulate_kernel import run
 from fxpipe.schedule import Schedule
 
-_PRICES = 12  # steps of the price of memory
+_PRICES = 24  # steps of the price of memory
 
 Path = tuple[int, ...]
 _Ints = NDArray[np.int64]
@@ -43,7 +43,7 @@ class SearchProblem:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Places of the stages' bounds among the edges, the stages' devices, the devices' price steps.
+    """Places of the stages' bounds among the edges, the stages' devices and price steps.
 
     With a `table` the devices follow it, else each chooses.
     """
@@ -84,17 +84,16 @@ class Judge:
         """Prices of a byte in ms: none, then from the cheapest block to compute again upwards."""
         forward = np.diff(self.chain.forward_before)
         sizes = np.array([sum(size for _, size in b.saved) for b in self.problem.chain.blocks])
-        ratios = np.sort(forward[sizes > 0] / sizes[sizes > 0])
-        if not self.problem.recompute or not len(ratios):
+        ratios = forward[sizes > 0] / sizes[sizes > 0]
+        if not self.problem.recompute or not ratios.any():
             return [0.0]
-        steps = np.quantile(ratios, np.linspace(0, 1, _PRICES - 1))
-        return [0.0, *(steps * (1 + 1e-9)).tolist(), float("inf")][: _PRICES + 1]
+        least = ratios[ratios > 0].min() / 1.5
+        return [0.0, *np.geomspace(least, 4 * ratios.max(), _PRICES).tolist()]
 
     def numbers(self, candidate: Candidate, split: NDArray[np.bool_]) -> tuple[Any, Any]:
         """What the kernels take of `candidate`, and the blocks that it computes again."""
         device_of = np.array(candidate.device_of, np.int64)
-        prices = np.array([self.prices[candidate.prices[d]] for d in candidate.device_of])
-        prices = np.minimum(prices, 1e30)
+        prices = np.array([self.prices[step] for step in candidate.prices])
         return kernel.cut(  # type: ignore[no-any-return]
             self.edges[list(candidate.path)],
             self.problem.n_microbatches,

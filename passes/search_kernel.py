@@ -7,6 +7,7 @@ times at which its actions could have started, which are the next try's ranks.
 import numpy as np
 
 from fxpipe.jit import compiled
+from fxpipe.passes.partition_costs import FRAGMENTATION
 from fxpipe.passes.simulate_kernel import BACKWARD, FORWARD, INPUT, WEIGHT, run
 
 
@@ -39,8 +40,9 @@ def stage_memory(  # type: ignore[no-untyped-def]
     """What a stage keeps of one micro-batch and what it computes again, where a byte costs `price`.
 
     Of all ways to compute blocks again, the one with the least ms + price x bytes kept; a run of
-    such blocks keeps what crosses the place before it. The blocks are marked in `again`. Returns
-    bytes kept, bytes that come again in all, those of the largest run, ms.
+    such blocks keeps what crosses the place before it. The price falls along the stage, so that of
+    blocks that are all alike some can be kept. The blocks are marked in `again`. Returns bytes
+    kept, bytes that come again in all, those of the largest run, ms.
     """
     n = end - begin
     saved = np.zeros(n, np.int64)
@@ -60,11 +62,12 @@ def stage_memory(  # type: ignore[no-untyped-def]
     kept_cost, again_cost = 0.0, np.inf
     for k in range(n):
         forward = forward_before[begin + k + 1] - forward_before[begin + k]
-        begun = kept_cost + (price * crossing[begin + k] if k > 0 else 0.0) + forward
+        here = price * (1.5 - k / n)
+        begun = kept_cost + (here * crossing[begin + k] if k > 0 else 0.0) + forward
         went_on = again_cost + forward
         came[k, 0] = 0 if kept_cost <= again_cost else 1
         came[k, 1] = 0 if begun < went_on else 1
-        kept_cost = min(kept_cost, again_cost) + price * saved[k]
+        kept_cost = min(kept_cost, again_cost) + here * saved[k]
         again_cost = min(begun, went_on)
     state = 0 if kept_cost <= again_cost else 1
     for k in range(n - 1, -1, -1):
@@ -103,7 +106,7 @@ def cut(  # type: ignore[no-untyped-def]
     keeps, comes_back = np.zeros((n, 2), np.int64), np.zeros((n, 2), np.int64)
     workspace = np.zeros(n, np.int64)
     at_rest = np.zeros(n_devices, np.int64)
-    sends_back = np.zeros(n, np.bool_)
+    sends_back, received = np.zeros(n, np.bool_), np.zeros(n, np.int64)
     there, back = np.full((n, n), -1, np.int64), np.full((n, n), -1, np.int64)
     inputs = np.zeros(n, np.int64)
     again = np.zeros(bounds[n], np.bool_)
@@ -123,6 +126,7 @@ def cut(  # type: ignore[no-untyped-def]
             if source < 0:
                 inputs[target] += value_sizes[value]
                 continue
+            received[target] += value_sizes[value]
             there[source, target] = max(there[source, target], 0) + value_sizes[value]
             if gradients[value]:
                 back[source, target] = max(back[source, target], 0) + value_sizes[value]
@@ -136,7 +140,8 @@ def cut(  # type: ignore[no-untyped-def]
             saved_ends, saved_befores, saved_sizes, saved_values,
             producers, read_ends, readers, again,
         )  # fmt: skip
-        at_rest[device_of[j]] += static_bytes(begin, end, static_ends, static_befores, static_sizes)
+        static = static_bytes(begin, end, static_ends, static_befores, static_sizes)
+        at_rest[device_of[j]] += static
         for k in range(2):
             lasts[FORWARD, j, k] = forward
             lasts[BACKWARD, j, k] = backward + again_ms
@@ -149,6 +154,9 @@ def cut(  # type: ignore[no-untyped-def]
                 comes_back[j, k] = comes + arriving_before[end] - arriving_before[begin]
         for k in range(begin, end):
             workspace[j] = max(workspace[j], workspaces[k])
+        if workspace[j] > 0:
+            # As partition_costs has it, but for what it knows not to be there at the same time.
+            workspace[j] += received[j] + int(np.ceil(FRAGMENTATION * (static + kept + comes)))
     outbox_ends = np.zeros(2 * n, np.int64)
     receivers = np.empty(n * n, np.int64)
     sizes, transfers = np.empty(n * n, np.int64), np.empty(n * n)

@@ -1,13 +1,14 @@
 """From what the search found to a plan: its table, its segments, its estimate, its bound."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from fxpipe.errors import PlanError
 from fxpipe.ir import Chain, CheckpointMode, Network, Plan
 from fxpipe.passes import checkpoints
-from fxpipe.passes.partition_costs import evaluate
+from fxpipe.passes.partition_costs import evaluate, size_text
+from fxpipe.passes.partition_tidy import MOST_LONGER, REACH
 from fxpipe.passes.search import Search, table_of
 from fxpipe.passes.search_bound import lower_bound_ms
 from fxpipe.passes.search_judge import Found, Judge, SearchProblem
@@ -29,6 +30,7 @@ def search(
     recompute: bool = False,
     loops: tuple[int, ...] = LOOPS,
     table: Schedule | None = None,
+    schedule_name: str = NAME,
     seed: int = 0,
     time_limit_s: float = TIME_LIMIT_S,
     progress: Callable[[float], None] = lambda _: None,
@@ -36,9 +38,10 @@ def search(
     """Cuts, stages a device, map, order and recomputation with a short simulated step that fits.
 
     With `recompute`, blocks are computed again where that pays. `loops` are the numbers of stages a
-    device that are tried; with a `table` its order stands. `progress` is told each better step in
-    ms. The same `seed` and `time_limit_s` give the same plan on a machine that is fast enough to do
-    the work of that time. Raises PlanError where nothing that was found fits.
+    device that are tried; with a `table`, of the schedule of that name, its order stands.
+    `progress` is told each better step in ms. The same `seed` and `time_limit_s` give the same plan
+    on a machine that is fast enough to do the work of that time. Raises PlanError where nothing
+    that was found fits.
     """
     edges = (0, *(k + 1 for k in range(len(chain.blocks) - 1) if chain.cuttable[k]))
     problem = SearchProblem(
@@ -55,10 +58,9 @@ def search(
     )
     _check(problem)
     run = Search(problem, seed=seed, time_limit_s=time_limit_s, progress=progress)
-    plan = _plan(problem, run.judge, run.run())
-    lacking = [p - c for p, c in zip(plan.estimate.peak_bytes, capacity_bytes, strict=True)]
-    if max(lacking) > 0:
-        raise PlanError(_does_not_fit(problem, plan, lacking))
+    plan = _plan(problem, run.judge, tidied(run.judge, run.run()), schedule_name)
+    if lacking(problem, plan) > 0:
+        raise PlanError(_does_not_fit(problem, plan))
     return plan
 
 
@@ -74,12 +76,14 @@ def _check(problem: SearchProblem) -> None:
         )
 
 
-def _plan(problem: SearchProblem, judge: Judge, found: Found) -> Plan:
+def _plan(problem: SearchProblem, judge: Judge, found: Found, schedule_name: str) -> Plan:
     bounds = tuple(problem.edges[e] for e in found.candidate.path)
     _, again = judge.numbers(found.candidate, found.split)
     segments = tuple(runs(again.tolist(), begin, end) for begin, end in pairwise(bounds))
-    schedule = problem.table or table_of(found, problem.n_devices)
     checkpoint = checkpoints.place(CheckpointMode.NEVER, len(segments))
+    bound_ms = lower_bound_ms(
+        problem.chain, problem.edges, problem.n_devices, problem.n_microbatches, problem.network
+    )
 
     def plan(table: Schedule) -> Plan:
         estimate = evaluate(
@@ -94,38 +98,53 @@ def _plan(problem: SearchProblem, judge: Judge, found: Found) -> Plan:
         return Plan(
             cuts=bounds[1:-1],
             stage_to_device=table.stage_to_device,
-            schedule_name=NAME,
+            schedule_name=schedule_name,
             schedule=table,
             checkpoint=checkpoint,
             estimate=estimate,
             solver="search",
-            bound_ms=lower_bound_ms(
-                problem.chain,
-                problem.edges,
-                problem.n_devices,
-                problem.n_microbatches,
-                problem.network,
-            ),
+            bound_ms=bound_ms,
             segments=segments if any(segments) else (),
         )
 
-    best = plan(schedule)
+    best = plan(problem.table or table_of(found, problem.n_devices))
     if problem.table is not None:
         return best
     for stages in (range(len(segments)), *((j,) for j in range(len(segments)))):
-        merged = whole(best.schedule, stages)
-        if merged != best.schedule:
-            found_plan = plan(merged)
-            shorter = found_plan.estimate.step_ms <= best.estimate.step_ms * (1 + 1e-9)
-            peaks = zip(
-                found_plan.estimate.peak_bytes,
-                best.estimate.peak_bytes,
-                problem.capacity_bytes,
-                strict=True,
-            )
-            if shorter and all(new <= max(old, room) for new, old, room in peaks):
-                best = found_plan
+        merged = plan(whole(best.schedule, stages))
+        no_longer = merged.estimate.step_ms <= best.estimate.step_ms * (1 + 1e-9)
+        if no_longer and lacking(problem, merged) <= max(0, lacking(problem, best)):
+            best = merged
     return best
+
+
+def tidied(judge: Judge, found: Found) -> Found:
+    """Cuts moved to where they divide few of the model's modules, if that costs next to nothing."""
+    divides, edges = judge.problem.chain.divides, judge.problem.edges
+    if not divides:
+        return found
+    table = judge.problem.table or table_of(found, judge.problem.n_devices)
+    best = judge(replace(found.candidate, table=table), (), 0)
+    longest_ms = best.worth[1] * MOST_LONGER
+    for j in range(1, len(best.candidate.path) - 1):
+        path = best.candidate.path
+        cut = path[j]
+        near = range(max(path[j - 1] + 1, cut - REACH), min(path[j + 1], cut + REACH + 1))
+        for place in sorted(near, key=lambda e: (divides[edges[e] - 1], abs(e - cut))):
+            if divides[edges[place] - 1] >= divides[edges[cut] - 1]:
+                break
+            moved = replace(best.candidate, path=(*path[:j], place, *path[j + 1 :]))
+            tried = judge(moved, (), 0)
+            if tried.worth[0] <= best.worth[0] and tried.worth[1] <= longest_ms:
+                best = tried
+                break
+    return best
+
+
+def lacking(problem: SearchProblem, plan: Plan) -> int:
+    """How many bytes the device lacks that lacks most; negative if all have some to spare."""
+    peaks = zip(plan.estimate.peak_bytes, problem.capacity_bytes, strict=True)
+    return max(peak - capacity for peak, capacity in peaks)
 
 
 def whole(schedule: Schedule, stages: Sequence[int]) -> Schedule:
@@ -154,5 +173,36 @@ def runs(marked: list[bool], begin: int, end: int) -> tuple[tuple[int, int], ...
     return tuple(zip(starts, ends, strict=True))
 
 
-def _does_not_fit(problem: SearchProblem, plan: Plan, lacking: list[int]) -> str:
-    return f"{lacking}"
+def _does_not_fit(problem: SearchProblem, plan: Plan) -> str:
+    """What the nearest plan lacks, where and when, and what was found to make one fit."""
+    peaks = plan.estimate.peak_bytes
+    over = [peak - room for peak, room in zip(peaks, problem.capacity_bytes, strict=True)]
+    d = over.index(max(over))
+    at_ms = next(ms for ms, size in plan.estimate.memory[d] if size == peaks[d])
+    spans = zip(plan.schedule.rows[d], plan.estimate.spans[d], strict=True)
+    action = next((a for a, (start, end) in spans if start <= at_ms <= end), "a message's arrival")
+    return (
+        f"no plan fits: in the nearest one found, device {d} needs {size_text(peaks[d])} at "
+        f"{action} and has {size_text(problem.capacity_bytes[d])}, {size_text(over[d])} less. What "
+        f"would make it fit: {', or '.join([*_remedies(problem), 'smaller micro-batches'])}"
+    )
+
+
+def _remedies(problem: SearchProblem) -> Iterator[str]:
+    """What was tried and makes some plan fit, before the search moves anything."""
+    again = replace(problem, recompute=True)
+    if not problem.recompute and _fits(again):
+        yield "`--checkpoint auto`"
+        return
+    if problem.training_factor > 1 and _fits(replace(again, training_factor=1.0)):
+        yield "an optimizer without states (`--optimizer sgd`)"
+    p, smallest = problem.n_devices, min(problem.capacity_bytes)
+    for n_devices in (p + p // 2 + p % 2, 2 * p, 4 * p):
+        more = replace(again, n_devices=n_devices, capacity_bytes=(smallest,) * n_devices)
+        if problem.table is None and n_devices < len(problem.edges) and _fits(more):
+            yield f"{n_devices} devices of {size_text(smallest)}, with `--checkpoint auto`"
+            return
+
+
+def _fits(problem: SearchProblem) -> bool:
+    return Search(problem, seed=0, time_limit_s=0.0).run().worth[0] == 0

@@ -15,6 +15,7 @@ class CheckpointName(StrEnum):
     NEVER = "never"
     EXCEPT_LAST = "except_last"
     ALWAYS = "always"
+    AUTO = "auto"
 
 
 class SolverName(StrEnum):
@@ -38,8 +39,9 @@ def compile_command(
         str,
         typer.Option(
             metavar="NAME|FILE.csv",
-            help="gpipe, 1f1b, zb-h1, zb-h2, zb-v, interleaved, bfs, or pfeife as in "
-            "pfeife:B_l=4,B_f=2; or a table of your own, a row for each device.",
+            help="auto: searched together with the cuts; or gpipe, 1f1b, zb-h1, zb-h2, zb-v, "
+            "interleaved, bfs, or pfeife as in pfeife:B_l=4,B_f=2; or a table of your own, a "
+            "row for each device.",
         ),
     ] = "1f1b",
     loops: Annotated[
@@ -49,7 +51,11 @@ def compile_command(
         ),
     ] = None,
     checkpoint: Annotated[
-        CheckpointName, typer.Option(help="Micro-batches that are recomputed in backward.")
+        CheckpointName,
+        typer.Option(
+            help="Micro-batches that are recomputed in backward; auto: parts of stages, where that "
+            "pays."
+        ),
     ] = CheckpointName.NEVER,
     solver: Annotated[SolverName, typer.Option(help="How cuts are found.")] = SolverName.DP,
     profile: Annotated[
@@ -91,6 +97,10 @@ def compile_command(
     standalone: Annotated[
         bool, typer.Option("--standalone", help="Copy the runtime too: torch alone runs it.")
     ] = False,
+    time_limit: Annotated[
+        float, typer.Option(min=0.1, help="Seconds for the search, if anything is auto.")
+    ] = 30.0,
+    seed: Annotated[int, typer.Option(help="Of the search's chance.")] = 0,
     allow_graph_breaks: Annotated[
         bool,
         typer.Option(
@@ -148,6 +158,8 @@ def compile_command(
                 optimizer=optimizer,
                 memory=memory,
                 topology=topology,
+                time_limit_s=time_limit,
+                seed=seed,
                 allow_graph_breaks=allow_graph_breaks,
                 progress=progress,
             )

@@ -1,5 +1,6 @@
 """The search: its judge against the simulator, what it finds, what it can't."""
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -76,7 +77,7 @@ def test_the_judge_says_what_the_simulator_says(seed: int) -> None:
     asked = problem(chain, p, m, recompute=True)
     judge = Judge(asked)
     shape = random.choice(shapes(p, asked.loops))
-    prices = tuple(random.randrange(len(judge.prices)) for _ in range(p))
+    prices = tuple(random.randrange(len(judge.prices)) for _ in shape)
 
     found = judge(Candidate(even_path(asked, len(shape)), shape, prices), (1, p), 2)
 
@@ -137,7 +138,9 @@ def test_never_worse_than_a_named_schedule_on_stages_of_equal_time(seed: int) ->
     for name in order.NAMES:
         table = order.build(name, 3, 6, order.usual_loops(name, 3))
         path = even_path(asked, table.n_stages)
-        found = Judge(asked)(Candidate(path, table.stage_to_device, (0,) * 3, table), (), 0)
+        found = Judge(asked)(
+            Candidate(path, table.stage_to_device, (0,) * table.n_stages, table), (), 0
+        )
         assert plan.estimate.step_ms <= found.worth[1] * (1 + 1e-9)
 
 
@@ -193,3 +196,21 @@ def test_a_search_tells_of_each_better_step() -> None:
 
     assert told
     assert told[-1] <= told[0]
+
+
+def test_what_fits_nowhere_says_what_the_nearest_plan_lacks_and_what_would_help() -> None:
+    chain = plain([block(f"b{k}", saved=10 * KIB, parameters=10 * KIB) for k in range(8)], 0)
+
+    with pytest.raises(PlanError) as error:
+        searched(problem(chain, 2, 4, capacity=155 * KIB))
+
+    found = re.fullmatch(
+        r"no plan fits: in the nearest one found, device \d needs (.*) at \d[FBIW]\d and has "
+        r"155.00 KiB, (.*) less. What would make it fit: (.*)",
+        str(error.value),
+    )
+    assert found is not None
+    assert found[3] == "`--checkpoint auto`, or smaller micro-batches"
+
+    with pytest.raises(PlanError, match=r"sgd`\), or 3 devices of 130.00 KiB, with `--check"):
+        searched(problem(chain, 2, 4, capacity=130 * KIB, recompute=True))

@@ -1,0 +1,170 @@
+"""`fxpipe plan`: a bare chain's file, what is wrong with one, and what is printed."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fxpipe.chain_file import load_chain
+from fxpipe.cli import app
+from fxpipe.errors import InputError
+from fxpipe.passes.partition_costs import stage_costs
+from fxpipe.passes.simulate import Message
+
+BLOCK = {
+    "forward_ms": 1.0,
+    "input_gradient_ms": 2.0,
+    "weight_gradient_ms": 4.0,
+    "saved_bytes": 8,
+    "parameter_bytes": 16,
+    "output_bytes": 32,
+}
+CHAIN: dict[str, Any] = {
+    "blocks": [BLOCK] * 6,
+    "skips": [{"from": 0, "to": 5, "bytes": 64}],
+    "capacity_bytes": 10_000,
+    "optimizer_bytes_per_parameter_byte": 3,
+    "latency_ms": 0.5,
+    "bandwidth_gb_s": 2,
+}
+
+
+def written(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "chain.json"
+    data = {key: value for key, value in (CHAIN | changes).items() if value is not None}
+    path.write_text(json.dumps(data))
+    return path
+
+
+def plan(*arguments: object) -> dict[str, Any]:
+    command = ["plan", *map(str, arguments), "--time-limit", "0.2", "--json"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_a_chain_costs_what_its_file_says(tmp_path: Path) -> None:
+    file = load_chain(written(tmp_path))
+
+    stages, messages = stage_costs(file.chain, (2, 4), file.training_factor)
+
+    assert [stage.forward_ms for stage in stages] == [2.0] * 3
+    assert [stage.backward_ms for stage in stages] == [12.0] * 3
+    # Block 0 computes the gradient of its inputs, as the file says.
+    assert [stage.weight_gradient_ms for stage in stages] == [8.0] * 3
+    assert [stage.saved_bytes for stage in stages] == [16] * 3
+    assert [stage.static_bytes for stage in stages] == [2 * 16 * 4] * 3
+    assert [stage.workspace_bytes + stage.input_bytes for stage in stages] == [0] * 3
+    # The boundary's bytes to the next stage, the skip's straight to its reader; both come back.
+    assert messages == (Message(0, 1, 32, 32), Message(0, 2, 64, 64), Message(1, 2, 32, 32))
+    assert file.network.link.transfer_ms(4_000_000) == pytest.approx(0.5 + 2.0)
+    assert file.capacity_bytes == 10_000
+
+
+def test_skips_capacity_and_optimizer_may_be_left_out(tmp_path: Path) -> None:
+    absent = dict.fromkeys(("skips", "capacity_bytes", "optimizer_bytes_per_parameter_byte"))
+
+    file = load_chain(written(tmp_path, **absent))
+
+    assert file.training_factor == 0
+    assert file.capacity_bytes > 10**18
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blocks": []}, "`blocks` is a list of at least one block"),
+        ({"blocks": [BLOCK | {"forward_ms": -1}]}, "forward_ms of block 0 is a number at least 0"),
+        ({"blocks": [BLOCK | {"saved_bytes": math.nan}]}, "saved_bytes of block 0 is a number"),
+        ({"blocks": [{"forward_ms": 1}]}, "block 0 lacks input_gradient_ms, weight_gradient_ms"),
+        ({"blocks": [BLOCK | {"cost": 1}]}, "block 0 has cost, which mean nothing here"),
+        ({"skips": [{"from": 3, "to": 3, "bytes": 1}]}, "skip 0 goes from block 3 to block 3"),
+        ({"skips": [{"from": 3, "to": 6, "bytes": 1}]}, "to a later one of the blocks 0 to 5"),
+        ({"capacity_bytes": 0}, "capacity_bytes is a number greater than 0, not 0"),
+        ({"bandwidth_gb_s": 0}, "bandwidth_gb_s is a number greater than 0, not 0"),
+        ({"latency_ms": None}, "the file lacks latency_ms"),
+    ],
+)
+def test_what_is_wrong_with_a_chain_is_named(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError) as error:
+        load_chain(written(tmp_path, **changes))
+
+    assert message in str(error.value)
+    assert "chain.json" in str(error.value)
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "text.json").write_text("blocks")
+
+    with pytest.raises(InputError, match=r"text.json is no JSON"):
+        load_chain(tmp_path / "text.json")
+    with pytest.raises(InputError, match=r"none.json can't be read"):
+        load_chain(tmp_path / "none.json")
+
+
+def test_the_best_plan_and_named_ones_beside_it(tmp_path: Path) -> None:
+    facts = plan("--chain", written(tmp_path), "--devices", 2, "--microbatches", 4)
+
+    assert facts["cuts"] == sorted(facts["cuts"])
+    assert len(facts["devices"]) == len(facts["cuts"]) + 1
+    assert set(facts["devices"]) == {0, 1}
+    assert len(facts["schedule"]) == 2
+    assert facts["solver"] == "search"
+    assert facts["lower_bound_ms"] <= facts["step_ms"]
+    assert facts["gap"] == pytest.approx(1 - facts["lower_bound_ms"] / facts["step_ms"])
+    assert len(facts["peak_bytes"]) == 2
+    assert {"bubble", "seconds"} <= set(facts)
+    steps = {one["name"]: one.get("step_ms", math.inf) for one in facts["candidates"]}
+    assert {"gpipe", "1f1b", "zb-h1", "zb-v"} <= set(steps)
+    assert facts["step_ms"] <= min(steps.values()) * (1 + 1e-9)
+
+
+def test_one_schedule_alone(tmp_path: Path) -> None:
+    facts = plan(
+        "--chain", written(tmp_path), "--devices", 2, "--microbatches", 2, "--schedule", "gpipe"
+    )
+
+    assert facts["schedule"] == [["0F0", "0F1", "0B1", "0B0"], ["1F0", "1F1", "1B1", "1B0"]]
+    assert "candidates" not in facts
+
+
+def test_blocks_are_computed_again_when_asked_for(tmp_path: Path) -> None:
+    blocks = [BLOCK | {"saved_bytes": 1000}] * 6
+    path = written(tmp_path, blocks=blocks, capacity_bytes=5000)
+
+    facts = plan(
+        "--chain", path, "--devices", 2, "--microbatches", 4, "--schedule", "1f1b",
+        "--checkpoint", "auto",
+    )  # fmt: skip
+
+    runs = [run for runs in facts["recomputed"] for run in runs]
+    assert sum(end - begin for begin, end in runs) * 1.0 == facts["recompute_ms"] > 0
+    assert max(facts["peak_bytes"]) <= 5000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give a TARGET, or --chain FILE.json"),
+        (("--chain", "none.json"), "none.json can't be read"),
+    ],
+)
+def test_wrong_use_is_one_message(arguments: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "--devices", "2", *arguments])
+
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_tables_are_for_people(tmp_path: Path) -> None:
+    command = ["plan", "--chain", str(written(tmp_path)), "--devices", "2", "--time-limit", "0.1"]
+
+    result = CliRunner().invoke(app, command)
+
+    assert "6 blocks on 2 devices in 4 micro-batches" in result.stdout
+    assert "no plan of this chain on these devices takes less than" in result.stdout
