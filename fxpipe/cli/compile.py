@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fxpipe.cli.answer import Json, TargetText, answering, say
+from fxpipe.errors import InputError
 
 
 class CheckpointName(StrEnum):
@@ -26,14 +27,27 @@ class SolverName(StrEnum):
     CPSAT = "cpsat"
 
 
+def count_of(text: str | None) -> int | str | None:
+    """A number of micro-batches, or auto. Raises InputError."""
+    if text is None or text == "auto":
+        return text
+    if not text.isdecimal():
+        raise InputError(f"--microbatches is a whole number, at least 1, or auto, not {text!r}")
+    return int(text)
+
+
 def compile_command(
     target: TargetText,
     devices: Annotated[str, typer.Option(help="A count, or a list as in cuda:0,cuda:1 and cpu*4.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The package's folder.")],
     batch: Annotated[int, typer.Option(min=1, help="Rows of a training step.")] = 8,
     microbatches: Annotated[
-        int | None,
-        typer.Option(min=1, help="[default: the table's, or twice the devices, at most the batch]"),
+        str | None,
+        typer.Option(
+            metavar="COUNT|auto",
+            help="auto: as many as one, two or four times the devices, the best of these "
+            "[default: the table's, or twice the devices, at most the batch]",
+        ),
     ] = None,
     schedule: Annotated[
         str,
@@ -128,6 +142,7 @@ def compile_command(
         from fxpipe.schedule import Schedule
         from fxpipe.weights import refuse_valueless
 
+        counted = count_of(microbatches)
         refuse_loss(out)  # before the work rather than after it
         used = [str(device) for device in parse_devices(devices)]
         order = Schedule.read(schedule) if schedule.endswith(".csv") else schedule
@@ -149,7 +164,7 @@ def compile_command(
                 inputs.args,
                 inputs.kwargs,
                 devices=devices,
-                microbatches=microbatches or usual,
+                microbatches=usual if counted is None else counted,
                 schedule=order,
                 loops=loops,
                 checkpoint=checkpoint.value,

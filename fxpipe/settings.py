@@ -1,0 +1,102 @@
+"""What `compile` is asked for, checked before the work rather than after it."""
+
+from torch import nn
+
+from fxpipe.devices import device_named
+from fxpipe.errors import InputError
+from fxpipe.ir import Capture, CheckpointMode, Profile
+from fxpipe.memory import lacks_memory
+from fxpipe.passes.order import NAMES as SCHEDULES
+from fxpipe.passes.order import build as build_schedule
+from fxpipe.passes.order import given as given_schedule
+from fxpipe.passes.order import usual_loops
+from fxpipe.passes.partition import SOLVERS
+from fxpipe.passes.search_plan import NAME as AUTO
+from fxpipe.schedule import Schedule
+
+
+def check_settings(
+    microbatches: object, loops: object, schedule: str | Schedule, checkpoint: str, solver: str
+) -> None:
+    """Before the work rather than after it, and all at once."""
+    wrong = []
+    for what, count in (
+        ("microbatches", 1 if microbatches == AUTO else microbatches),
+        ("loops", 1 if loops is None else loops),
+    ):
+        if not isinstance(count, int) or count < 1:
+            wrong.append(f"{what} is a whole number, at least 1, not {count!r}")
+    modes = (*(mode.value for mode in CheckpointMode), AUTO)
+    named = SCHEDULES[0] if isinstance(schedule, Schedule) else str(schedule).partition(":")[0]
+    for what, name, names in (
+        ("schedule", named, (*SCHEDULES, AUTO)),
+        ("checkpoint mode", checkpoint, modes),
+        ("solver", solver, SOLVERS),
+    ):
+        if name not in names:
+            wrong.append(f"there is no {what} {name!r}: use one of {', '.join(names)}")
+    if schedule == AUTO and checkpoint not in (CheckpointMode.NEVER, AUTO):
+        wrong.append(
+            f"the schedule auto recomputes nothing or chooses what: give checkpoint never or auto, "
+            f"not {checkpoint}"
+        )
+    if wrong:
+        raise InputError("\n".join(wrong))
+
+
+def microbatch_counts(
+    microbatches: int | str, n_devices: int, schedule: str | Schedule, profile: Profile | str | None
+) -> tuple[int, ...]:
+    """The numbers of micro-batches to plan for."""
+    if not isinstance(microbatches, str):
+        return (microbatches,)
+    if isinstance(schedule, Schedule):
+        return (schedule.n_microbatches,)
+    if isinstance(profile, Profile):
+        raise InputError(
+            f"the profile is of micro-batches of {profile.batch} rows: with microbatches auto each "
+            "number of them is measured, so give no profile, or analytic:h100"
+        )
+    return n_devices, 2 * n_devices, 4 * n_devices
+
+
+def table_of(
+    schedule: str | Schedule, n_devices: int, microbatches: int, loops: int | None
+) -> Schedule | None:
+    """The table that is asked for; none if it is searched."""
+    if schedule == AUTO:
+        return None
+    if isinstance(schedule, Schedule):
+        return given_schedule(schedule, n_devices, microbatches, loops)
+    loops = usual_loops(schedule, n_devices) if loops is None else loops
+    return build_schedule(schedule, n_devices, microbatches, loops)
+
+
+def check_costs(model: nn.Module, profile: Profile | str | None) -> None:
+    """Raise if there is no way to tell what the model's ops cost."""
+    if isinstance(profile, str):
+        device_named(profile)  # before the work rather than after it
+    elif profile is None and lacks_memory(model):
+        raise InputError(
+            f"{type(model).__name__} was built without memory, so that nothing can be measured: "
+            "compile it with profile='analytic:h100' or another device's"
+        )
+
+
+def check_profile(profile: Profile, capture: Capture, microbatches: int) -> None:
+    """Raise if `profile` is not of this model in as many micro-batches."""
+    if profile.fingerprint != capture.fingerprint:
+        raise InputError(
+            f"the profile is of another model, or of another version of it (fingerprint "
+            f"{profile.fingerprint}, this model's is {capture.fingerprint}): measure it anew"
+        )
+    missing = [name for name, op in capture.ops.items() if op.mode != "eval"]
+    missing = [name for name in missing if name not in profile.costs]
+    if missing:
+        raise InputError(f"the profile has no cost of {', '.join(missing[:3])}: measure it anew")
+    rows = -(-capture.batch // microbatches)
+    if profile.batch != rows:
+        raise InputError(
+            f"the profile is of micro-batches of {profile.batch} rows, but a batch of "
+            f"{capture.batch} in {microbatches} micro-batches has {rows}: measure it anew"
+        )
