@@ -59,6 +59,7 @@ PRIVATE = {
     "torch._foreach_zero_": "runtime/graph.py",
     "torch.autograd.graph.get_gradient_edge": "runtime/step.py",
     "torch.autograd.graph._engine_run_backward": "runtime/backward.py",
+    "torch.distributed.distributed_c10d._get_default_store": "runtime/ranks.py",
     "torch.distributed.pipelining.schedules._PipelineScheduleRuntime._load_csv": (
         "tests/passes/test_order_in_torch.py"
     ),

@@ -1,13 +1,13 @@
 """What the lanes share during one call: where values, gradients and random numbers go."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from fxpipe.runtime.copy import Links
-from fxpipe.runtime.mailbox import Mailbox
+from fxpipe.runtime.mailbox import Mailbox, Outbox
 from fxpipe.runtime.memory import Memory
 from fxpipe.runtime.portal import CALLER, Wire, Wires, add_gradients
 from fxpipe.runtime.random import RandomStream
@@ -15,6 +15,7 @@ from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.trace import Recorder
 
 Key = tuple[str, Wire | None, int, int]
+Box = Mailbox[Key] | Outbox[Key]
 
 _UNSEEN = nullcontext()
 
@@ -22,7 +23,8 @@ _UNSEEN = nullcontext()
 class Call:
     """One call of the pipeline on `m` micro-batches: its stages and the wires between them.
 
-    Stage `n` stands for the pipeline's end, which is on the last stage's device.
+    Stage `n` stands for the pipeline's end, which is on the last stage's device. What goes to one
+    of the stages `elsewhere`, in other processes, is put into the outbox.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class Call:
         links: Links,
         n_lanes: int,
         m: int,
+        elsewhere: Collection[int] = (),
     ) -> None:
         self.stages = stages
         self.wires = wires
@@ -42,7 +45,10 @@ class Call:
         self._lanes: list[Mailbox[Key]] = [Mailbox() for _ in range(n_lanes)]
         ends: list[Mailbox[Key]] = [Mailbox(), Mailbox()]
         # By stage: the pipeline's end has index n, the caller -1, which is the list's last.
-        self._mailboxes = [*(self._lanes[stage.lane] for stage in stages), *ends]
+        self._mailboxes: list[Box] = [*(self._lanes[stage.lane] for stage in stages), *ends]
+        self.outbox: Outbox[Key] = Outbox()
+        for j in elsewhere:
+            self._mailboxes[j] = self.outbox
         self._homes: dict[tuple[str, int], torch.device] = {}
         self._random_stages = [stage.index for stage in stages if stage.spec.random]
 
@@ -90,6 +96,12 @@ class Call:
         """Make every lane end at its next wait or action."""
         for mailbox in {*self._lanes, *self._mailboxes}:
             mailbox.stop()
+
+    def deliver(self, key: Key, item: object) -> None:
+        """Put in what came from another process."""
+        what, wire, j, _ = key
+        at = wire.source if what == "gradient" and wire is not None else j
+        self._mailboxes[at].put(key, item)
 
     def send_value(self, wire: Wire, i: int, tensor: Tensor, gradient: bool) -> None:
         """Send micro-batch i's value to each stage that reads it, saying if it has a gradient."""

@@ -43,10 +43,6 @@ class Clock:
                     call.check(lane)
                     self._forward(j, k - j)
 
-    def outputs(self, wire: Wire) -> list[Tensor]:
-        """The micro-batches' pieces of an output; to be called once for each, after all lanes."""
-        return [self._call.value(wire, self._call.n, i)[0] for i in range(self._call.m)]
-
     def _forward(self, j: int, i: int) -> None:
         call, stage = self._call, self._call.stages[j]
         values = {wire: call.value(wire, j, i)[0] for wire in call.wires.reads[j]}

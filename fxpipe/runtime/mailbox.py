@@ -44,3 +44,23 @@ class Mailbox(Generic[Key]):
         """Raise StoppedError if the lane shall not begin anything more."""
         if self._stopped:
             raise StoppedError
+
+
+class Outbox(Generic[Key]):
+    """What a lane has for other processes, until it is sent."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self) -> None:
+        self._items: dict[Key, Any] = {}
+
+    def put(self, key: Key, item: object) -> None:
+        """Keep `item` until it is taken."""
+        self._items[key] = item
+
+    def take(self, key: Key) -> Any:
+        """The item of `key`, which is there."""
+        return self._items.pop(key)
+
+    def stop(self) -> None:
+        """Nobody waits here."""

@@ -35,8 +35,11 @@ class Original(nn.Module):
         stages: Sequence[Stage],
         devices: Sequence[Device],
         buffers: Mapping[str, Tensor],
+        elsewhere: frozenset[str] = frozenset(),
     ) -> None:
+        """`elsewhere` are the names that other processes hold: they are passed over in loading."""
         super().__init__()
+        self._elsewhere = elsewhere
         # A tuple, so that the stages' modules are not registered a second time.
         self._stages = tuple(stages)
         self._devices = tuple(devices)
@@ -66,7 +69,8 @@ class Original(nn.Module):
             for key, value in state_dict.items()
             if key not in wanted and key.rpartition(".")[2] == "_extra_state"
         }
-        given = {key: value for key, value in state_dict.items() if key not in extra}
+        passed = self._elsewhere.union(extra)
+        given = {key: value for key, value in state_dict.items() if key not in passed}
         weights.check(wanted, given, lambda name: given[name].shape, strict, "the state_dict")
         result = super().load_state_dict(given, strict, assign)
         self._extra |= extra
@@ -83,7 +87,7 @@ class Original(nn.Module):
         """
         tensors = self._tensors()
         with WeightFiles(path) as files:
-            keys = self._state.keys_of(files.keys)
+            keys = self._state.keys_of(key for key in files.keys if key not in self._elsewhere)
             wanted = {name: tensor.shape for name, tensor in tensors.items()}
             weights.check(wanted, keys, lambda name: files.shape(keys[name]), strict, str(path))
             targets = {keys[name]: tensors[name] for name in keys if name in tensors}

@@ -4,11 +4,12 @@ import importlib
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import DeviceError, FxpipeError, PackageError
+from fxpipe.errors import DeviceError, FxpipeError, InputError, PackageError
 from fxpipe.runtime.batchnorm import defer
 from fxpipe.runtime.components import Components
 from fxpipe.runtime.imports import module_of, package_of
@@ -28,6 +29,8 @@ def load(
     deferred_batch_norm: bool = False,
     without: Collection[str] = (),
     capture: str | None = None,
+    distributed: bool = False,
+    outputs: Literal["last", "all"] = "last",
 ) -> Pipeline:
     """The pipeline of the package in folder `path`, with its weights if it has a folder `weights`.
 
@@ -39,9 +42,20 @@ def load(
     as the plain model does for a batch. `without` leaves out, for comparison, some of
     "dependency", "streams", "portals" and "checkpoint" (see `Components`). With `capture` "graph",
     each whole `step` is captured as a CUDA graph, once for each shape; one that can't be runs as
-    ever, after a warning. Raises InputError, PackageError, with every rule that its files break,
-    WeightsError and DeviceError.
+    ever, after a warning.
+
+    With `distributed`, in a script that torchrun started with a process for each device, the
+    pipeline has this process's stages alone, and runs with the others' (see
+    `DistributedPipeline`); `outputs` says where what it gives comes. Raises InputError,
+    PackageError, with every rule that its files break, WeightsError and DeviceError.
     """
+    if distributed:
+        if without or capture is not None:
+            raise InputError("without and capture are for pipelines of one process")
+        # Not every build of torch has torch.distributed.
+        from fxpipe.runtime.rank_package import load_rank
+
+        return load_rank(Path(path), devices, compile, deferred_batch_norm, outputs)
     folder = Path(path).resolve()
     manifest = Manifest.from_json(_text(folder, "plan.json"))
     lanes = _devices(manifest, devices)
@@ -162,22 +176,29 @@ def _who(stage: int | None) -> str:
 
 
 def _stages(
-    folder: Path, manifest: Manifest, lanes: Sequence[Device], broken: list[str]
+    folder: Path,
+    manifest: Manifest,
+    lanes: Sequence[Device],
+    broken: list[str],
+    rank: int | None = None,
 ) -> list[Stage]:
+    """The stages; with `rank`, those of other ranks are there by their plan alone."""
     package = package_of(folder)
     importlib.invalidate_caches()
     stages = []
     # Constructors draw initial weights; loading must not change what the caller draws next.
     with torch.random.fork_rng(devices=[]):
         for j, spec in enumerate(manifest.stages):
+            if rank is not None and spec.device != rank:
+                stages.append(Stage(j, spec, nn.Module(), 0, place(lanes[rank]), spec.file))
+                continue
             module = _module(folder, package, spec, broken)
             if module is None or not 0 <= spec.device < len(lanes):
                 continue
             broken += _state_rules(manifest, spec, module)
             device = place(lanes[spec.device])
-            stages.append(
-                Stage(j, spec, module.to(device), spec.device, device, str(folder / spec.file))
-            )
+            lane = spec.device if rank is None else 0
+            stages.append(Stage(j, spec, module.to(device), lane, device, str(folder / spec.file)))
     return stages
 
 

@@ -70,14 +70,17 @@ class Pipeline(Original):
         buffers: Mapping[str, Tensor],
         components: Components = ALL,
         capture: str | None = None,
+        elsewhere: frozenset[str] = frozenset(),
     ) -> None:
         if capture not in (None, "graph"):
             raise InputError(f"there is no capture {capture!r}: graph, or None")
         manifest, stages = components.applied(manifest, stages)
-        super().__init__(manifest.state, stages, devices, buffers)
+        state = [spec for spec in manifest.state if spec.name not in elsewhere]
+        super().__init__(state, stages, devices, buffers, elsewhere)
         self._components = components
         self._manifest = manifest
         self._schedule = schedule
+        self._estimate = manifest.estimate
         self._wires = {training: Wires.of(manifest, training) for training in (True, False)}
         self._outputs = [Wire(source_of(o.stage), o.value) for o in manifest.outputs]
         self._workers: Workers | None = None
@@ -116,12 +119,7 @@ class Pipeline(Original):
         with ties.copied(self._state.ties, self._state.parameters(self)) as copies:
             clock = Clock(call, copies, self._components.dependency)
             self._run([partial(clock.run_lane, lane) for lane in range(len(self._devices))], call)
-        given = zip(self._manifest.inputs, inputs, strict=True)
-        whole = {Wire(CALLER, spec.value): tensor for spec, tensor in given}
-        for wire, output in zip(self._outputs, self._manifest.outputs, strict=True):
-            if wire not in whole and there(output.mode, self.training):
-                whole[wire] = microbatch.gather(output, clock.outputs(wire), rows)
-        return rebuild(self._structure(), [whole.get(wire) for wire in self._outputs])
+        return self._merged(call, inputs, rows)
 
     def step(
         self,
@@ -168,18 +166,28 @@ class Pipeline(Original):
     ) -> tuple[Tensor, list[Tensor | None]]:
         """The loss of a step whose table `run` runs, and the gradients of its inputs."""
         rows, call = self._begin(inputs)
-        self._check_room(max(rows))
-        targets = microbatch.split_target(target, rows)
-        end = End(call, self._outputs, self._structure())
-        objective = Objective(loss_fn, targets, [n / sum(rows) for n in rows], end, scaler)
-        device = call.device(call.n)
-        step = Step(call, lambda i: objective.run(i, device), self._schedule.split)
+        step, objective = self._new_step(call, rows, target, loss_fn, scaler)
         run(step, call)
         gradients = [
             step.input_gradient(spec, tensor, rows)
             for spec, tensor in zip(self._manifest.inputs, inputs, strict=True)
         ]
         return objective.loss(), gradients
+
+    def _new_step(
+        self,
+        call: Call,
+        rows: Sequence[int],
+        target: Any,
+        loss_fn: LossFn,
+        scaler: GradScaler | None,
+    ) -> tuple[Step, Objective]:
+        self._check_room(max(rows))
+        targets = microbatch.split_target(target, rows)
+        end = End(call, self._outputs, self._structure())
+        objective = Objective(loss_fn, targets, [n / sum(rows) for n in rows], end, scaler)
+        device = call.device(call.n)
+        return Step(call, lambda i: objective.run(i, device), self._schedule.split), objective
 
     def _check_room(self, rows: int) -> None:
         """Raise ScheduleError if micro-batches of so many rows don't fit; asked for once."""
@@ -212,7 +220,7 @@ class Pipeline(Original):
         def use(found: Trace | None) -> None:
             self._trace = found
 
-        return Trace(path, self._devices, self._manifest.estimate, use)
+        return Trace(path, self._devices, self._estimate, use)
 
     def memory(self) -> Memory:
         """The peak bytes of each device over a step: predicted, and measured in a `with` block.
@@ -230,7 +238,7 @@ class Pipeline(Original):
         def count(memory: Memory | None) -> None:
             self._memory = memory
 
-        return Memory(self._devices, self._manifest.estimate.peak_bytes, self._stages, count)
+        return Memory(self._devices, self._estimate.peak_bytes, self._stages, count)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what runs it, so that `copy.deepcopy` works."""
@@ -265,6 +273,17 @@ class Pipeline(Original):
             call.enter(i, piece, RandomStream(seeds[i]) if seeds else None)
         return rows, call
 
+    def _merged(self, call: Call, inputs: Sequence[Tensor], rows: Sequence[int]) -> Any:
+        """The model's output, from the micro-batches' at the call's end."""
+        # A rank whose stages read no input may have none.
+        given = zip(self._manifest.inputs, inputs, strict=bool(inputs))
+        whole = {Wire(CALLER, spec.value): tensor for spec, tensor in given}
+        for wire, output in zip(self._outputs, self._manifest.outputs, strict=True):
+            if wire not in whole and there(output.mode, self.training):
+                pieces = [call.value(wire, call.n, i)[0] for i in range(call.m)]
+                whole[wire] = microbatch.gather(output, pieces, rows)
+        return rebuild(self._structure(), [whole.get(wire) for wire in self._outputs])
+
     def _visit(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Visit:
         inputs = self._inputs(args, kwargs)
         rows = microbatch.rows_of(self._manifest, inputs, 1)
@@ -279,6 +298,10 @@ class Pipeline(Original):
             )
 
     def _new_call(self, m: int) -> Call:
+        links = self._new_links(m)
+        return Call(self._stages, self._wires[self.training], links, len(self._devices), m)
+
+    def _new_links(self, m: int) -> Links:
         self._state.begin(m)
         if self._workers is None:
             streams = new_copy_streams(self._devices, self._manifest.microbatches)
@@ -286,8 +309,7 @@ class Pipeline(Original):
         copies = self._workers.copies
         if not self._components.streams:
             copies = [[stream.current_stream(device)] * m for device in self._devices]
-        links = Links(self._devices, copies)
-        return Call(self._stages, self._wires[self.training], links, len(self._devices), m)
+        return Links(self._devices, copies)
 
     def _run_table(self, step: Step, call: Call) -> None:
         self._run_rows(step, call, self._schedule.first(call.m).rows)

@@ -101,7 +101,10 @@ class Step:
         slots = {wire: Slot() for wire, (_, gradient) in values.items() if gradient}
         tensors = {wire: tensor.detach() for wire, (tensor, _) in values.items()}
         outputs: Sequence[Tensor]
-        if recomputes(stage, i, call.m):
+        if not torch.is_grad_enabled():
+            outputs, random = stage.forward(_arguments(stage, tensors), random)
+            gradients = [False] * len(outputs)
+        elif recomputes(stage, i, call.m):
             replay = Replay(stage, str(action), random)
             outputs, random = replay.first(_arguments(stage, tensors))
             self._pending[j, i] = _Pending(slots, replay=replay, inputs=tensors)

@@ -33,8 +33,8 @@ def copied(ties: Sequence[Tie], parameters: Mapping[str, nn.Parameter]) -> Itera
     """For `pipe(x)`: copies on other devices, made by autograd, which adds their gradients up."""
     apart = [tie for tie in ties if not tie.same_device]
     copies = [parameters[tie.owner].to(tie.stage.device) for tie in apart]
-    with _bound(apart, copies) as bound:
-        yield bound
+    with bound(apart, copies) as by_stage:
+        yield by_stage
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def collected(ties: Sequence[Tie], parameters: Mapping[str, nn.Parameter]) -> It
         owner.detach().to(tie.stage.device).requires_grad_(owner.requires_grad)
         for tie, owner in zip(ties, owners, strict=True)
     ]
-    with _bound(ties, leaves):
+    with bound(ties, leaves):
         yield
     for owner, leaf in zip(owners, leaves, strict=True):
         if leaf.grad is not None:
@@ -56,7 +56,8 @@ def collected(ties: Sequence[Tie], parameters: Mapping[str, nn.Parameter]) -> It
 
 
 @contextmanager
-def _bound(ties: Sequence[Tie], tensors: Sequence[Tensor]) -> Iterator[Copies]:
+def bound(ties: Sequence[Tie], tensors: Sequence[Tensor]) -> Iterator[Copies]:
+    """Let each tie's stage compute with its tensor in the place of the parameter."""
     by_stage: Copies = {}
     with ExitStack() as stack:
         for tie, tensor in zip(ties, tensors, strict=True):

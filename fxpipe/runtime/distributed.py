@@ -1,0 +1,366 @@
+"""A pipeline over processes: each rank holds its device's stages and runs its row of the table.
+
+The engine is that of one process: the same `Step` runs each action. What goes to a stage of another
+rank lands in the call's outbox and is sent once the action is done.
+"""
+
+import hashlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, Literal, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from fxpipe.errors import InputError
+from fxpipe.runtime import microbatch, stream
+from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.call import Call
+from fxpipe.runtime.closure import running
+from fxpipe.runtime.end import LossFn
+from fxpipe.runtime.exchange import Exchange, Layout
+from fxpipe.runtime.fit import sizes_of
+from fxpipe.runtime.manifest import UNKNOWN, EstimateSpec, Manifest, TensorSpec
+from fxpipe.runtime.meeting import Given, Word, agreed
+from fxpipe.runtime.messages import Message, Receive, Row, Send, check_messages, rank_rows
+from fxpipe.runtime.overflow import share_overflow
+from fxpipe.runtime.pipeline import Pipeline
+from fxpipe.runtime.portal import CALLER, Wires, add_gradients
+from fxpipe.runtime.random import RandomStream, microbatch_seeds
+from fxpipe.runtime.ranks import Ranks
+from fxpipe.runtime.room import check_room
+from fxpipe.runtime.shared_weights import SharedWeights, first_names, holders
+from fxpipe.runtime.stage import Stage
+from fxpipe.runtime.step import Step
+from fxpipe.runtime.stream import Device
+from fxpipe.schedule import Action, Kind, Schedule
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What all ranks know of a call: the inputs, and what else it may depend on."""
+
+    given: Given
+    kind: tuple[object, ...]
+
+
+class DistributedPipeline(Pipeline):
+    """This rank's part of a compiled model; all ranks call its methods together.
+
+    `state_dict`, `parameters` and so on have what this rank's stages use, under the original names.
+    The inputs are given to the ranks whose stages read some, or to all.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        schedule: Schedule,
+        stages: Sequence[Stage],
+        device: Device,
+        buffers: Mapping[str, Tensor],
+        ranks: Ranks,
+        outputs: Literal["last", "all"],
+    ) -> None:
+        """`stages` are all; those of other ranks have empty modules."""
+        rank, homes = ranks.rank, manifest.stage_to_device
+        held = holders(manifest)
+        first = first_names(manifest)
+        elsewhere = frozenset(name for name in first if rank not in held[first[name]])
+        own = [stage for stage in stages if homes[stage.index] == rank]
+        values = {name: value for name, value in buffers.items() if name not in elsewhere}
+        super().__init__(manifest, schedule, own, [device], values, elsewhere=elsewhere)
+        self._ranks = ranks
+        self._homes = (*homes, homes[-1])
+        self._everywhere = stages
+        self._gives_all = outputs == "all"
+        self._all_wires = self._wires
+        self._wires = {mode: self._own(wires) for mode, wires in self._wires.items()}
+        self._estimate = _of_rank(manifest.estimate, rank)
+        self._shared = SharedWeights(manifest, own, ranks)
+        self._layouts: dict[object, Mapping[Message, Layout | None]] = {}
+        self._rows: dict[tuple[int, bool, bool], tuple[Row, ...]] = {}
+        check_messages(self._rows_of(manifest.microbatches, training=True, backward=True))
+
+    def equalize(self) -> None:
+        """Give parameters that several ranks hold the values that the first of them has."""
+        self._shared.equalize(self._state.parameters(self))
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the last stage is here: loss_fn runs and outputs come here."""
+        return self._homes[-1] == self._ranks.rank
+
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        """The original model's output for a batch, without gradients.
+
+        It comes on the last stage's rank, None on others; loaded with `outputs="all"`, on all.
+        Raises InputError, StageError.
+        """
+        if running() is not None:
+            raise InputError("a Runner's closures call pipelines of one process")
+        if torch.is_grad_enabled():
+            raise InputError(
+                "over several processes a call makes no graph: train with step(), or call the "
+                "pipeline under torch.no_grad()"
+            )
+        microbatch.refuse_unmergeable(self._manifest, self.training)
+        inputs, meeting = self._meet("an input", args, kwargs, ())
+        with self._telling():
+            rows, call = self._enter(inputs, meeting)
+            self._run_row(Step(call, lambda i: None, frozenset()), call, meeting, backward=False)
+            output = self._merged(call, inputs or (), rows) if self.is_last else None
+            if self._gives_all:
+                found = self._ranks.gather(output)
+                output = found[self._homes[-1]]
+        return output
+
+    def step(
+        self,
+        *args: object,
+        target: Any = None,
+        loss_fn: LossFn,
+        scaler: GradScaler | None = None,
+        **kwargs: object,
+    ) -> Tensor:
+        """Forward and backward of one training step: `Pipeline.step`, by all ranks together.
+
+        Inputs are read where a stage takes some, `target` where the last stage is; elsewhere they
+        may be left out. The loss is given on all ranks. Raises InputError, alike on all ranks, if
+        they weren't called with the same; StageError that names the rank if one fails.
+        """
+        if not torch.is_grad_enabled():
+            raise InputError("step computes gradients: call it outside of torch.no_grad()")
+        scaled = scaler is not None and scaler.is_enabled()
+        inputs, meeting = self._meet("a step", args, kwargs, (_place(loss_fn), scaled))
+        with self._telling():
+            rows, call = self._enter(inputs, meeting)
+            step, objective = self._new_step(call, rows, target, loss_fn, scaler)
+            with self._shared.collected(self._state.parameters(self)):
+                self._run_row(step, call, meeting, backward=True)
+            if any(meeting.given.gradients):
+                self._give_gradients(step, inputs, rows)
+            if scaler is not None and scaled:
+                share_overflow(scaler, self.parameters(), self._ranks)
+            return self._shared_loss(objective.loss() if self.is_last else None)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all ranks' gradients down so that their norm over all is at most `max_norm`.
+
+        Returns the norm that they had. A parameter that several ranks hold counts once.
+        """
+        owned = holders(self._manifest)
+        first = first_names(self._manifest)
+        gradients = [
+            parameter.grad
+            for name, parameter in self.named_parameters()
+            if parameter.grad is not None and owned[first[name]][0] == self._ranks.rank
+        ]
+        with self._telling():
+            own = float(nn.utils.get_total_norm(gradients, norm_type))
+            norms = torch.tensor(self._ranks.gather(own), dtype=torch.float64)
+        total: Tensor = torch.linalg.vector_norm(norms, norm_type)
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        return total
+
+    def __repr__(self) -> str:
+        return f"rank {self._ranks.rank} of {self._ranks.size}: {super().__repr__()}"
+
+    def __deepcopy__(self, _: object) -> NoReturn:
+        raise InputError("a pipeline over processes can't be copied: load the package again")
+
+    def _own(self, wires: Wires) -> Wires:
+        """The wires, those of the caller with the readers on this rank alone."""
+        readers = {
+            wire: tuple(
+                j for j in stages if wire.source != CALLER or self._homes[j] == self._ranks.rank
+            )
+            for wire, stages in wires.readers.items()
+        }
+        return Wires(wires.reads, readers)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Let the other ranks hear of it if the block fails."""
+        try:
+            yield
+        except BaseException as error:
+            self._ranks.fail(error)
+            raise
+
+    def _meet(
+        self,
+        what: str,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        kind: tuple[object, ...],
+    ) -> tuple[list[Tensor] | None, Meeting]:
+        """This rank's inputs, if it has some, and what all agree on. Raises InputError."""
+        inputs, given, problem = None, None, None
+        with self._telling():
+            try:
+                inputs, given = self._given(args, kwargs)
+            except InputError as error:
+                problem = str(error)
+            ambient = Ambient.capture()
+            parameters = [(str(p.dtype), p.requires_grad) for p in self.parameters()]
+            digest = hashlib.sha256(repr(parameters).encode()).hexdigest()
+            own = (ambient.autocast, digest, *kind)
+            words = self._ranks.gather(Word(what, self.training, given, problem, own))
+        found = agreed(words)
+        return inputs, Meeting(found, (what, self.training, found, *(word.kind for word in words)))
+
+    def _given(
+        self, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> tuple[list[Tensor] | None, Given | None]:
+        wires = self._wires[self.training]
+        reads = [w for w, stages in wires.readers.items() if w.source == CALLER and stages]
+        if not args and not kwargs and (not reads or not self._manifest.inputs):
+            self._refuse_other_mode()
+            if self._manifest.inputs:
+                return None, None
+        elif not args and not kwargs:
+            names = ", ".join(wire.value for wire in reads)
+            raise InputError(f"its stages read {names}: give the inputs to this rank too")
+        inputs = self._inputs(args, kwargs)
+        rows = microbatch.rows_of(self._manifest, inputs, self._manifest.microbatches)
+        return inputs, Given(
+            tuple(rows),
+            tuple(sizes_of(self._manifest, inputs).items()),
+            tuple(tensor.dtype for tensor in inputs),
+            tuple(tensor.requires_grad for tensor in inputs),
+        )
+
+    def _enter(self, inputs: list[Tensor] | None, meeting: Meeting) -> tuple[Sequence[int], Call]:
+        rows = meeting.given.rows
+        call = self._new_call(len(rows))
+        # All ranks draw, so that their generators go on alike; those of the first stage count.
+        seeds = microbatch_seeds(call.m) if call.draws else []
+        pieces = microbatch.scatter(self._manifest, inputs, rows) if inputs is not None else None
+        for i in range(call.m):
+            random = RandomStream(seeds[i]) if seeds else None
+            call.enter(i, pieces[i] if pieces is not None else {}, random)
+        return rows, call
+
+    def _new_call(self, m: int) -> Call:
+        links, here = self._new_links(m), self._ranks.rank
+        elsewhere = [j for j, home in enumerate(self._homes) if home != here]
+        wires = self._wires[self.training]
+        return Call(self._everywhere, wires, links, 1, m, elsewhere)
+
+    def _run_row(self, step: Step, call: Call, meeting: Meeting, backward: bool) -> None:
+        """Run this rank's row; then keep what was learnt of the messages."""
+        rows = self._rows_of(call.m, self.training, backward)
+        known = self._layouts.get(meeting.kind)
+        shape = partial(self._shape, meeting.given)
+        if self._trace is not None:
+            call.record(self._trace.recorder())
+        done = threading.Event()
+        exchanges = []
+
+        def run() -> None:
+            try:
+                exchange = Exchange(self._ranks, call, rows, known, shape)
+                exchanges.append(exchange)
+                for item in rows[self._ranks.rank]:
+                    if isinstance(item, Receive):
+                        exchange.receive(item.message)
+                    elif isinstance(item, Send):
+                        exchange.send(item.message)
+                    else:
+                        step.run_row(0, [item])
+                exchange.finish()
+            finally:
+                done.set()
+
+        self._run([run], call, partial(self._ranks.wait, done))
+        if known is None:
+            self._layouts[meeting.kind] = exchanges[0].learnt
+
+    def _rows_of(self, m: int, training: bool, backward: bool) -> tuple[Row, ...]:
+        key = m, training, backward
+        if key not in self._rows:
+            table = self._schedule.first(m)
+            if not backward:
+                table = Schedule(tuple(_forwards(row) for row in table.rows))
+            draws = [stage.index for stage in self._everywhere if stage.spec.random]
+            wires = self._all_wires[training]
+            self._rows[key] = rank_rows(table, wires, self._homes[:-1], draws)
+        return self._rows[key]
+
+    def _shape(self, given: Given, message: Message) -> tuple[int, ...] | None:
+        """The shape of a message by the plan, None if it depends on data."""
+        assert message.wire is not None
+        spec = self._specs()[message.wire]
+        if any(UNKNOWN in str(dim) for dim in spec.shape):
+            return None
+        return _sizes(spec, (*given.sizes, ("batch", given.rows[message.microbatch])))
+
+    @lru_cache(maxsize=1)  # noqa: B019
+    def _specs(self) -> Mapping[object, TensorSpec]:
+        return {
+            (stage.index, output.value): output.spec
+            for stage in self._everywhere
+            for output in stage.spec.outputs
+        }
+
+    def _check_room(self, rows: int) -> None:
+        if rows > self._fits:
+            planned = -(-self._manifest.batch // self._manifest.microbatches)
+            places = [stream.place(self._devices[0])] * self._ranks.on_this_host
+            room = stream.capacities(places)[:1]
+            own = Schedule((self._schedule.rows[self._ranks.rank],))
+            factor = self._manifest.optimizer.factor
+            check_room(own, self._everywhere, room, rows / planned, factor)
+            self._fits = rows
+
+    def _give_gradients(
+        self, step: Step, inputs: Sequence[Tensor] | None, rows: Sequence[int]
+    ) -> None:
+        """Give inputs the sum of what the stages of all ranks that read them found."""
+        found: list[Tensor | None] = [None] * len(self._manifest.inputs)
+        if inputs is not None:
+            pairs = zip(self._manifest.inputs, inputs, strict=True)
+            found = [step.input_gradient(spec, tensor, rows) for spec, tensor in pairs]
+        everywhere = self._ranks.gather(found)
+        for k, tensor in enumerate(inputs or ()):
+            total = add_gradients([part[k] for part in everywhere])
+            if total is not None:
+                torch.autograd.backward([tensor], [total])
+
+    def _shared_loss(self, loss: Tensor | None) -> Tensor:
+        """The loss on every rank, in the dtype it has where the last stage is."""
+        found: list[Tensor | None] = self._ranks.gather(loss)
+        shared = found[self._homes[-1]]
+        assert shared is not None
+        return shared
+
+
+def _place(loss_fn: LossFn) -> str:
+    """Where the code of a loss stands: another one may give other outputs a gradient."""
+    code = getattr(loss_fn, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else type(loss_fn).__qualname__
+
+
+def _forwards(row: Sequence[Action]) -> tuple[Action, ...]:
+    return tuple(action for action in row if action.kind is Kind.FORWARD)
+
+
+def _of_rank(estimate: EstimateSpec, rank: int) -> EstimateSpec:
+    """What was predicted of one device."""
+    return replace(
+        estimate,
+        peak_bytes=estimate.peak_bytes[rank : rank + 1],
+        timeline=estimate.timeline[rank : rank + 1],
+        memory=estimate.memory[rank : rank + 1],
+    )
+
+
+@lru_cache(maxsize=4096)
+def _sizes(spec: TensorSpec, values: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
+    return spec.sizes(dict(values))

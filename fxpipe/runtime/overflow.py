@@ -1,0 +1,23 @@
+"""A GradScaler on each rank: what overflowed on one has overflowed on all.
+
+A scaler skips the optimizer's step, and halves its scale, where it finds a gradient that is not
+finite. Ranks must do so together: so where one has such a gradient, all get one.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+
+from fxpipe.runtime.ranks import Ranks
+
+
+def share_overflow(scaler: GradScaler, parameters: Iterable[Tensor], ranks: Ranks) -> None:
+    """After a step whose loss `scaler` has scaled where the last stage is."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    # Where it scaled no loss it doesn't know yet that it is used.
+    scaler.scale(torch.zeros((), device=gradients[0].device if gradients else None))
+    overflowed = any(not bool(gradient.isfinite().all()) for gradient in gradients)
+    if any(ranks.gather(overflowed)) and not overflowed and gradients:
+        gradients[0].fill_(torch.inf)

@@ -1,0 +1,81 @@
+"""A process's part of a package on disk; all ranks refuse what one can't load or has otherwise."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from fxpipe.errors import DeviceError, FxpipeError
+from fxpipe.runtime import package
+from fxpipe.runtime.distributed import DistributedPipeline
+from fxpipe.runtime.manifest import Manifest
+from fxpipe.runtime.ranks import Ranks, refuse_size
+from fxpipe.runtime.stream import Devices, parse_devices
+
+
+def load_rank(
+    path: Path,
+    devices: Devices | None,
+    compile: bool,
+    deferred_batch_norm: bool,
+    outputs: Literal["last", "all"],
+) -> DistributedPipeline:
+    """What `load(path, distributed=True)` gives. Raises what it raises, alike on all ranks."""
+    ranks = Ranks()
+    folder = path.resolve()
+    problem = None
+    facts: dict[str, object] = {
+        "torch": str(torch.__version__),
+        "backend of torch.distributed": dist.get_backend(),
+        "outputs": outputs,
+        "weights": (folder / "weights").is_dir(),
+        **{name: _digest(folder / name) for name in sorted(_code(folder))},
+    }
+    broken: list[str] = []
+    try:
+        manifest = Manifest.from_json(package._text(folder, "plan.json"))
+        refuse_size(ranks.size, len(manifest.devices))
+        device = _device(manifest, devices, ranks.rank)
+        table = package._schedule(folder, manifest, broken)
+        stages = package._stages(folder, manifest, [device] * ranks.size, broken, ranks.rank)
+        buffers = package._buffers(folder, manifest, broken)
+        package._refuse(folder, [*package._port_rules(manifest), *broken])
+        own = [stage for stage in stages if stage.spec.device == ranks.rank]
+        if deferred_batch_norm:
+            package._defer(manifest, own)
+    except FxpipeError as error:
+        problem = str(error)
+    ranks.agree(facts, problem)
+    pipe = DistributedPipeline(manifest, table, stages, device, buffers, ranks, outputs)
+    if compile:
+        for stage in own:
+            stage.compile()
+    if (folder / "weights").is_dir():
+        pipe.load_weights(folder / "weights")
+    pipe.equalize()
+    return pipe
+
+
+def _code(folder: Path) -> Iterator[str]:
+    """The files that all ranks must have alike."""
+    yield from (path.name for path in folder.glob("*.py"))
+    yield from ("plan.json", "schedule.csv")
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else "none"
+
+
+def _device(manifest: Manifest, devices: Devices | None, rank: int) -> torch.device:
+    found = parse_devices(manifest.devices[rank] if devices is None else devices)
+    if len(found) != 1:
+        raise DeviceError(f"each process runs on one device, {len(found)} were given")
+    (device,) = found
+    if not isinstance(device, torch.device) or device.type != "cpu":
+        raise DeviceError(
+            f"several processes run on CPUs only, this one's is {device}: give devices='cpu'"
+        )
+    return device

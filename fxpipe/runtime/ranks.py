@@ -1,0 +1,206 @@
+"""The processes of one pipeline: how they meet, and how each hears that another has failed.
+
+Whatever may wait for another process waits on a thread of its own, since a wait in gloo can't be
+woken. Meanwhile the one who wants it looks, time and again, for a word in the store that
+`torch.distributed` was set up with: a rank that fails leaves one there, and stays a moment until
+the others have read it.
+"""
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from fxpipe.errors import DeviceError, FxpipeError, InputError, PackageError, StageError
+
+T = TypeVar("T")
+Job = Callable[[], object]
+
+_LOOK_S = 0.3  # how often one who waits looks for a failure
+_STAY_S = 5.0  # how long one who failed stays for the others to hear of it
+# torchrun ends all processes as soon as one has failed: those who have heard say so before.
+_LEAVE_S = 0.5
+
+
+class Worker:
+    """A thread that does what it is given, in order; `trouble` gets what is raised."""
+
+    def __init__(self, name: str, trouble: list[BaseException]) -> None:
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        # The thread knows only its queue: what uses it can be collected while it idles.
+        threading.Thread(
+            target=_work, args=(self._queue, trouble), name=f"fxpipe {name}", daemon=True
+        ).start()
+        weakref.finalize(self, self._queue.put, None)
+
+    def put(self, job: Job) -> None:
+        """Do this after all that was given before."""
+        self._queue.put(job)
+
+
+def _work(queue: SimpleQueue[Job | None], trouble: list[BaseException]) -> None:
+    while (job := queue.get()) is not None:
+        try:
+            job()
+        except BaseException as error:
+            trouble.append(error)
+            return
+        del job
+
+
+class Ranks:
+    """This process, `rank`, among the `size` of `torch.distributed`, which is set up if need be.
+
+    Under torchrun the environment says how. Raises InputError elsewhere.
+    """
+
+    def __init__(self) -> None:
+        if not dist.is_available():
+            raise InputError("this torch was built without torch.distributed")
+        if not dist.is_initialized():
+            if "RANK" not in os.environ:
+                raise InputError(
+                    "distributed=True is for a script that torchrun starts, one process per "
+                    "device: torchrun --nproc-per-node 2 script.py"
+                )
+            dist.init_process_group("gloo")
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.group = dist.new_group(backend="gloo")
+        self._store = PrefixStore(f"fxpipe/{self.group.group_name}", _get_default_store())
+        self._trouble: list[BaseException] = []
+        self._heard: str | None = None
+        self._collectives = Worker("collectives", self._trouble)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self.sending = {rank: Worker(f"to rank {rank}", self._trouble) for rank in others}
+        self.receiving = {rank: Worker(f"from rank {rank}", self._trouble) for rank in others}
+
+    @property
+    def on_this_host(self) -> int:
+        """How many of the processes share this machine."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+
+    def gather(self, mine: T) -> list[T]:
+        """What each rank gives, in order of the ranks."""
+        found: list[T | None] = [None] * self.size
+        self.together(lambda: dist.all_gather_object(found, mine, self.group))
+        return found  # type: ignore[return-value]
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """`tensor` with what it holds on rank `source`."""
+        self.together(lambda: dist.broadcast(tensor, source, self.group))
+        return tensor
+
+    def together(self, collective: Job) -> None:
+        """Run what all ranks run; raises StageError if one fails meanwhile."""
+        done = threading.Event()
+
+        def job() -> None:
+            collective()
+            done.set()
+
+        self._collectives.put(job)
+        self.wait(done)
+
+    def wait(self, done: threading.Event) -> None:
+        """Return once `done` is set. Raises StageError if a rank fails meanwhile."""
+        self._refuse_after_failure()
+        while not done.wait(_LOOK_S):
+            self._look()
+
+    def flush(self, targets: Sequence[int], check: Callable[[], None]) -> None:
+        """Return once all that was sent to `targets` has left; `check` may raise meanwhile."""
+        left = {rank: threading.Event() for rank in targets}
+        for rank, event in left.items():
+            self.sending[rank].put(event.set)
+        for event in left.values():
+            while not event.wait(_LOOK_S):
+                check()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one ends for `error`, unless it does since it was told.
+
+        Raises StageError instead if another rank has failed before.
+        """
+        if self._heard is not None:
+            return
+        own = f"rank {self.rank} failed: {_told(error)}"
+        first = self._first(own)
+        if first != own:
+            raise self._hear(first) from error
+        self._heard = own
+        until = time.monotonic() + _STAY_S
+        while time.monotonic() < until and self._store.add("heard", 0) < self.size - 1:
+            time.sleep(0.02)
+        time.sleep(_LEAVE_S)
+
+    def agree(self, facts: Mapping[str, object], problem: str | None) -> None:
+        """Raise, on all ranks, if one has a `problem`, or if their facts differ."""
+        found = self.gather((dict(facts), problem))
+        problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
+        if problems:
+            raise PackageError("\n".join(["the pipeline can't start:", *problems]))
+        differing = [
+            f"{name}: rank 0 has {found[0][0].get(name)}, rank {rank} has {other.get(name)}"
+            for rank, (other, _) in enumerate(found)
+            for name in {**found[0][0], **other}
+            if other.get(name) != found[0][0].get(name)
+        ]
+        if differing:
+            raise PackageError(
+                "\n  ".join(["the ranks of this pipeline differ:", *differing])
+                + "\ngive each the same package and the same versions"
+            )
+
+    def _refuse_after_failure(self) -> None:
+        if self._heard is not None:
+            raise StageError(f"{self._heard}. Its pipeline has ended: start all processes again")
+
+    def _look(self) -> None:
+        try:
+            if self._store.check(["failed"]):
+                raise self._hear(self._store.get("failed").decode())
+        except dist.DistError as error:
+            raise StageError(
+                f"rank {self.rank} has lost the process that keeps torch.distributed's store: "
+                f"{error}"
+            ) from error
+        if self._trouble:
+            # Who failed, if somebody did, has said so before it ended.
+            raise StageError(
+                f"rank {self.rank} has lost another rank, whose process has ended or can't be "
+                f"reached any more: {_told(self._trouble[0])}"
+            )
+
+    def _first(self, own: str) -> str:
+        """What the first rank that failed has said; this one's word if none has."""
+        try:
+            return self._store.compare_set("failed", "", own).decode()
+        except dist.DistError:
+            return own
+
+    def _hear(self, message: str) -> StageError:
+        self._heard = message
+        self._store.add("heard", 1)
+        return StageError(message)
+
+
+def _told(error: BaseException) -> str:
+    return str(error) if isinstance(error, FxpipeError) else f"{type(error).__name__}: {error}"
+
+
+def refuse_size(size: int, n_devices: int) -> None:
+    """Raise DeviceError unless there is a process for each device."""
+    if size != n_devices:
+        raise DeviceError(
+            f"the package was compiled for {n_devices} devices, {size} processes run it: start "
+            f"{n_devices} of them (torchrun --nproc-per-node {n_devices}), or compile with "
+            f"--devices {size}"
+        )

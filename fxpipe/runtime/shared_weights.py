@@ -1,0 +1,111 @@
+"""Parameters that stages of several ranks use: equal on all, and with one gradient.
+
+Each holder computes with a leaf of its own; after a step the leaves' gradients are added up over
+the holders, and the sum goes to the parameter of each. So all holders' optimizers take equal steps.
+The owner, whose values the others begin with, is the rank of the first stage that uses it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fxpipe.runtime.manifest import Manifest
+from fxpipe.runtime.portal import add_gradients
+from fxpipe.runtime.ranks import Ranks
+from fxpipe.runtime.stage import Stage
+from fxpipe.runtime.ties import Tie, bound
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A parameter that this rank holds with others; `uses` are those of this rank's stages."""
+
+    name: str
+    owner: int
+    group: Any
+    uses: tuple[Tie, ...]
+
+
+def holders(manifest: Manifest) -> dict[str, list[int]]:
+    """By the first name of each parameter and buffer, the ranks that hold it, the owner first.
+
+    What no stage uses the first rank holds.
+    """
+    first = first_names(manifest)
+    found: dict[str, list[int]] = {name: [] for name in first.values()}
+    for stage in manifest.stages:
+        for name in (*stage.parameters, *stage.buffers):
+            if stage.device not in found[first[name]]:
+                found[first[name]].append(stage.device)
+    return {name: ranks or [0] for name, ranks in found.items()}
+
+
+def first_names(manifest: Manifest) -> dict[str, str]:
+    """By each name of a parameter or buffer, its first."""
+    return {spec.name: spec.alias_of or spec.name for spec in manifest.state}
+
+
+class SharedWeights:
+    """Those of one rank."""
+
+    def __init__(self, manifest: Manifest, stages: Sequence[Stage], ranks: Ranks) -> None:
+        """All ranks make theirs together."""
+        self._ranks = ranks
+        self.shared: list[Shared] = []
+        names, held = first_names(manifest), holders(manifest)
+        kinds = {spec.name: spec.kind for spec in manifest.state}
+        groups: dict[tuple[int, ...], Any] = {}
+        for first, among in held.items():
+            if len(among) < 2 or kinds[first] != "parameter":
+                continue
+            members = tuple(sorted(among))
+            if members not in groups:
+                groups[members] = dist.new_group(list(members), backend="gloo")
+            if ranks.rank in among:
+                uses = tuple(
+                    Tie(stage, name, first, True)
+                    for stage in stages
+                    for name in stage.spec.parameters
+                    if names[name] == first
+                )
+                self.shared.append(Shared(first, among[0], groups[members], uses))
+
+    def equalize(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Give all holders the owner's values."""
+        for each in self.shared:
+            tensor = parameters[each.name].detach()
+            self._ranks.together(partial(dist.broadcast, tensor, each.owner, each.group))
+
+    @contextmanager
+    def collected(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """For `step`: when the block ends, each parameter gets the sum of all stages' gradients."""
+        leaves = [[_leaf(parameters[each.name]) for _ in each.uses] for each in self.shared]
+        with bound([tie for each in self.shared for tie in each.uses], list(chain(*leaves))):
+            yield
+        for each, own_leaves in zip(self.shared, leaves, strict=True):
+            parameter = parameters[each.name]
+            own = add_gradients([leaf.grad for leaf in own_leaves])
+            total = self._summed(each, own, parameter)
+            if total is not None:
+                torch.autograd.backward([parameter], [total])
+
+    def _summed(self, each: Shared, own: Tensor | None, parameter: Tensor) -> Tensor | None:
+        if not parameter.requires_grad:
+            return None
+        there = parameter.new_full((1,), own is not None)
+        given = torch.zeros_like(parameter) if own is None else own
+        # The last number counts the holders that have a gradient.
+        flat = torch.cat([given.reshape(-1), there])
+        self._ranks.together(lambda: dist.all_reduce(flat, group=each.group))
+        return flat[:-1].view_as(parameter) if flat[-1] else None
+
+
+def _leaf(parameter: Tensor) -> Tensor:
+    return parameter.detach().requires_grad_(parameter.requires_grad)

@@ -1,0 +1,269 @@
+"""What ranks are asked to do: each compares its part with the plain model in its own process."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import toys
+from torch import Tensor, nn
+
+from fxpipe.runtime import load
+from fxpipe.runtime.distributed import DistributedPipeline
+
+
+def pair(folder: Path, toy: toys.Toy, **settings: object) -> tuple[nn.Module, DistributedPipeline]:
+    """The plain model, and this rank's part of its pipeline with the same weights."""
+    pipe = load(folder, distributed=True, **settings)  # type: ignore[arg-type]
+    assert isinstance(pipe, DistributedPipeline)
+    torch.manual_seed(2)
+    model = toy.model().double()
+    pipe.load_state_dict(model.state_dict())
+    return model, pipe
+
+
+def own(pipe: DistributedPipeline, inputs: Sequence[Tensor], everywhere: bool) -> Sequence[Tensor]:
+    """The inputs where they are needed, or everywhere."""
+    reads = [
+        wire
+        for wire, stages in pipe._wires[pipe.training].readers.items()
+        if wire.source == -1 and stages
+    ]
+    return inputs if everywhere or reads else ()
+
+
+def steps(folder: Path, name: str, m: int, batches: Sequence[int], everywhere: bool) -> str:
+    """Steps of several batch sizes, whose gradients add up; then an evaluation."""
+    toy = toys.TOYS[name]
+    model, pipe = pair(folder, toy)
+    random = name == "noisy"
+    for batch in batches:
+        inputs = toy.inputs(batch)
+        torch.manual_seed(3)
+        expected = toys.plain_step(toy, model, inputs, min(m, batch), random)
+        torch.manual_seed(3)
+        found = pipe.step(*own(pipe, inputs, everywhere), loss_fn=toys.mean_loss)
+        assert toys.same(found, expected), (batch, found, expected)
+        toys.assert_same_state(pipe, model)
+    model.eval()
+    pipe.eval()
+    inputs = toy.inputs(batches[0])
+    with torch.no_grad():
+        torch.manual_seed(3)
+        pieces = toys.microbatched_outputs(toy, model, inputs, min(m, batches[0]), random)
+        torch.manual_seed(3)
+        output = pipe(*own(pipe, inputs, everywhere))
+    if not pipe.is_last:
+        assert output is None
+        return "equal"
+    parts = [toys.describe(piece)[1] for piece in pieces]
+    for k, tensor in enumerate(toys.describe(output)[1]):
+        if tensor.dim() > 1:
+            assert toys.same(tensor, torch.cat([part[k] for part in parts]))
+    return "equal"
+
+
+def training(folder: Path, name: str, m: int) -> str:
+    """Steps with an optimizer on each rank and gradients clipped by the norm over all of them."""
+    toy = toys.TOYS[name]
+    model, pipe = pair(folder, toy)
+    trained = [list(each.parameters()) for each in (model, pipe)]
+    optimizers = [torch.optim.AdamW(parameters, 0.05) for parameters in trained if parameters]
+    inputs = toy.inputs()
+    for _ in range(3):
+        expected = toys.plain_step(toy, model, inputs, m)
+        assert toys.same(pipe.step(*inputs, loss_fn=toys.mean_loss), expected)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert toys.same(pipe.clip_grad_norm_(0.1), norm.double())
+        toys.assert_same_state(pipe, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    values = dict(model.named_parameters())
+    assert all(toys.same(p, values[name]) for name, p in pipe.named_parameters())
+    return "equal"
+
+
+def scaled(folder: Path) -> list[tuple[float, bool]]:
+    """The scale, and whether weights changed, after steps of which the first overflows on rank 1.
+
+    Rank 0's own gradients are finite in both.
+    """
+    _, pipe = pair(folder, toys.CHAIN)
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    weight = next(pipe.parameters())
+    hook = weight.register_hook(lambda g: g * torch.inf if pipe._ranks.rank else g)
+    found = []
+    for _ in range(2):
+        before = weight.detach().clone()
+        pipe.step(*toys.CHAIN.inputs(), loss_fn=toys.mean_loss, scaler=scaler)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        hook.remove()
+        found.append((scaler.get_scale(), not torch.equal(weight, before)))
+    return found
+
+
+def input_gradients(folder: Path, name: str, m: int) -> str:
+    """An input that requires grad gets its gradient on each rank that was given it."""
+    toy = toys.TOYS[name]
+    model, pipe = pair(folder, toy)
+    ours, theirs = (
+        [x.requires_grad_(x.is_floating_point()) for x in toy.inputs()] for _ in range(2)
+    )
+    with torch.no_grad():
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.copy_(other)
+    toys.plain_step(toy, model, tuple(theirs), m)
+    pipe.step(*ours, loss_fn=toys.mean_loss)
+    assert all(toys.same(a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))
+    return "equal"
+
+
+def dtypes(folder: Path) -> str:
+    """Autocast, another dtype, and frozen parameters change what ranks send each other."""
+    toy = toys.SKIPS
+    _, pipe = pair(folder, toy)
+    model = toy.model().double()
+    model.load_state_dict(everything(pipe))
+    (x,) = toy.inputs()
+    for each in (pipe, model):
+        each.float()
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = pipe.step(x.float(), loss_fn=toys.mean_loss)
+            pieces = [model(piece) for piece in x.float().split([4, 3, 3])]
+            losses = [toys.mean_loss(p) * (len(p) / 10) for p in pieces]
+        assert torch.allclose(found.double(), sum(losses).detach().double(), rtol=1e-5)
+    for each in (pipe, model):
+        each.double()
+        each.zero_grad()
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_(name.partition(".")[0] not in ("a", "b"))
+    expected = toys.plain_step(toy, model, (x,), 3)
+    assert toys.same(pipe.step(x, loss_fn=toys.mean_loss), expected)
+    toys.assert_same_state(pipe, model)
+    return "equal"
+
+
+def everything(pipe: DistributedPipeline) -> dict[str, Tensor]:
+    """The state of all ranks."""
+    parts = pipe._ranks.gather(pipe.state_dict())
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def other_losses(folder: Path) -> str:
+    """A loss of other outputs gives others a gradient: what gets none stays without."""
+    toy = toys.EARLY
+    model, pipe = pair(folder, toy)
+    inputs = toy.inputs()
+
+    def logits(output: dict[str, Tensor], _: object) -> Tensor:
+        return output["logits"].pow(2).sum(1).mean()
+
+    def aux(output: dict[str, Tensor], _: object) -> Tensor:
+        return output["aux"].pow(2).sum(1).mean()
+
+    for loss_fn in (logits, aux, logits, aux):
+        pipe.zero_grad()
+        model.zero_grad()
+        expected = loss_fn(model(*inputs), None)
+        expected.backward()
+        assert toys.same(pipe.step(*inputs, loss_fn=loss_fn), expected)
+        toys.assert_same_state(pipe, model)
+    return "equal"
+
+
+def looked_at(folder: Path, out: Path) -> tuple[int, int]:
+    """How many rows a rank's trace and its memory have."""
+    _, pipe = pair(folder, toys.CHAIN)
+    x = toys.CHAIN.inputs()
+    path = out / f"{pipe._ranks.rank}.json"
+    with pipe.trace(path), pipe.memory() as memory:
+        pipe.step(*x, loss_fn=toys.mean_loss)
+    assert path.read_text()
+    assert memory.peaks[0].measured_bytes
+    return len(memory.peaks), len(pipe.devices)
+
+
+def outputs_on_all(folder: Path) -> str:
+    """Loaded so, each rank gets the output."""
+    toy = toys.EARLY
+    model, pipe = pair(folder, toy, outputs="all")
+    inputs = toy.inputs()
+    with torch.no_grad():
+        output, expected = pipe(*inputs), model(*inputs)
+    assert toys.same(output["logits"], expected["logits"])
+    return "equal"
+
+
+def refused(folder: Path, **settings: object) -> str:
+    """The error that loading gives."""
+    try:
+        load(folder, distributed=True, **settings)  # type: ignore[arg-type]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def refused_folder(folders: Sequence[Path]) -> str:
+    """The error where each rank has a package of its own."""
+    return refused(folders[torch.distributed.get_rank()])
+
+
+def misused(folder: Path, m: int) -> list[str]:
+    """The errors of calls that don't fit; a right one goes on after each."""
+    _, pipe = pair(folder, toys.CHAIN)
+    (x,) = toys.CHAIN.inputs()
+    first = pipe._ranks.rank == 0
+    found = []
+
+    def tried(call: object) -> None:
+        try:
+            call()  # type: ignore[operator]
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        pipe.train()
+        pipe.step(x, loss_fn=toys.mean_loss)
+
+    tried(lambda: pipe.step(x if first else x[:4], loss_fn=toys.mean_loss))
+    tried(lambda: pipe.step(x if first else x[:, :2], loss_fn=toys.mean_loss))
+    tried(lambda: pipe.step(loss_fn=toys.mean_loss))
+    tried(lambda: pipe.train(first).step(x, loss_fn=toys.mean_loss))
+    tried(lambda: pipe(x))
+    return found
+
+
+def failing(folder: Path, where: str) -> tuple[str, str]:
+    """The errors of a step that fails and of the next one."""
+    _, pipe = pair(folder, toys.CHAIN)
+    (x,) = toys.CHAIN.inputs()
+    pipe.step(x, loss_fn=toys.mean_loss)
+    if where == "stage" and pipe.is_last:
+        module = pipe._stages[-1].module
+        module.register_forward_pre_hook(_fail_at(2))
+    loss_fn = _bad_loss if where == "loss" else toys.mean_loss
+    found = []
+    for _ in range(2):
+        try:
+            pipe.step(x, loss_fn=loss_fn)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found[0], found[1]
+
+
+def _fail_at(i: int) -> object:
+    seen = []
+
+    def hook(*_: object) -> None:
+        seen.append(None)
+        if len(seen) == i + 1:
+            raise ValueError("a bad row")
+
+    return hook
+
+
+def _bad_loss(output: Tensor, _: object) -> Tensor:
+    raise ZeroDivisionError("no rows")

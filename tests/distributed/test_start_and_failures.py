@@ -1,0 +1,142 @@
+"""Ranks that don't fit each other don't start; where one fails, all say which, and end."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jobs
+import pytest
+import toys
+
+from fxpipe.errors import InputError
+from fxpipe.runtime import load
+
+
+def test_without_torchrun_the_error_says_how_to_start(tmp_path):
+    toys.write(tmp_path, toys.CHAIN)
+    with pytest.raises(InputError, match="torchrun --nproc-per-node"):
+        load(tmp_path, distributed=True)
+
+
+def test_another_number_of_processes_than_devices_is_refused(two, tmp_path):
+    toys.write(tmp_path, toys.CHAIN)
+    (error, other) = two.run(jobs.refused, tmp_path)
+    assert error == other
+    assert "compiled for 3 devices, 2 processes run it" in error
+    assert "--nproc-per-node 3" in error
+
+
+def test_packages_that_differ_are_refused_with_both_values(two, tmp_path):
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder, m in zip(folders, (2, 4), strict=True):
+        folder.mkdir()
+        toys.write(folder, toys.EARLY, m)
+    (error, other) = two.run(jobs.refused_folder, folders)
+    assert error == other
+    assert "the ranks of this pipeline differ" in error
+    for file in ("plan.json", "schedule.csv"):
+        assert f"{file}: rank 0 has " in error
+    assert "stage_0.py" not in error
+
+
+def test_a_file_missing_on_one_rank_is_refused_by_all(two, tmp_path):
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        toys.write(folder, toys.EARLY)
+    (folders[1] / "stage_1.py").unlink()
+    (error, other) = two.run(jobs.refused_folder, folders)
+    assert error == other
+    assert "rank 1: " in error
+    assert "stage_1.py is missing" in error
+
+
+def test_calls_that_differ_are_refused_alike_and_the_next_goes_on(two, tmp_path):
+    toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
+    errors, others = two.run(jobs.misused, tmp_path, 4)
+    assert errors == others
+    rows, shape, missing, modes, graph = errors
+    assert "rank 0 was given inputs of batch 10" in rows
+    assert "rank 1 of batch 4" in rows
+    assert "rank 1: input 'x' must have shape [batch, 6]" in shape
+    assert "rank 0: its stages read x" in missing
+    assert "rank 1 is in eval mode, rank 0 in training mode" in modes
+    assert "torch.no_grad()" in graph
+
+
+def test_a_stage_that_fails_on_one_rank_is_named_by_all(two, tmp_path):
+    toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
+    (heard, again), (own, _) = two.run(jobs.failing, tmp_path, "stage")
+    assert own == "StageError: stage 2 failed in 2F2: ValueError: a bad row"
+    assert heard == "StageError: rank 1 failed: stage 2 failed in 2F2: ValueError: a bad row"
+    assert "start all processes again" in again
+
+
+def test_a_loss_that_fails_is_named_by_all(two, tmp_path):
+    toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
+    (heard, _), _ = two.run(jobs.failing, tmp_path, "loss")
+    assert "rank 1 failed: loss_fn failed on micro-batch 0: ZeroDivisionError: no rows" in heard
+
+
+SCRIPT = """
+import sys, torch, fxpipe
+pipe = fxpipe.load(sys.argv[1], distributed=True)
+x = torch.ones(10, 6, dtype=torch.float64)
+pipe.double()
+if pipe.is_last and sys.argv[2] == "fail":
+    pipe._stages[-1].module.body["stages"].register_forward_pre_hook(lambda *_: 1 / 0)
+for _ in range(2):
+    loss = pipe.step(x, loss_fn=lambda y, _: y.pow(2).mean())
+print(f"the loss is {float(loss):.6f}")
+"""
+
+
+@pytest.mark.parametrize("how", ["run", "fail"])
+def test_processes_end_by_themselves(tmp_path: Path, how: str) -> None:
+    """In a failure each with an error that names the rank; no thread keeps one."""
+    toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path), how],
+            env={**os.environ, **world, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ends = [process.communicate(timeout=50) for process in processes]
+    if how == "run":
+        assert [process.returncode for process in processes] == [0, 0]
+        assert ends[0][0] == ends[1][0]
+        assert "the loss is" in ends[0][0]
+    else:
+        assert all(process.returncode == 1 for process in processes)
+        for _, error in ends:
+            assert "stage 2 failed in 2F0, stage_2.py, line 13: `return self.last(" in error
+        assert "rank 1 failed" in ends[0][1]
+
+
+def test_torchrun_starts_it(tmp_path: Path) -> None:
+    toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    if torchrun is None:
+        pytest.skip("torch was installed without torchrun")
+    done = subprocess.run(
+        [torchrun, "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path), "run"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the loss is") == 2

@@ -1,0 +1,48 @@
+"""Ranks compute what one process does, over schedules, portals, ties and ragged batches."""
+
+import jobs
+import pytest
+import toys
+
+from fxpipe.passes import order
+
+EQUAL = ["equal", "equal"]
+# Two stages on a rank, and stage 3 in the row before stage 2's is done with its backwards.
+BY_HAND = (
+    "0F0,0F1,3F0,3B0,3F1,0F2,3I1,0B0,0F3,3W1,3F2,3B2,0I1,3F3,3B3,0W1,0B2,0B3\n"
+    "1F0,2F0,1F1,2F1,2B0,1B0,2I1,1F2,1B1,2W1,2F2,1F3,2F3,2B2,1B2,2B3,1B3\n"
+)
+
+
+@pytest.mark.parametrize("name", ["normed", "early"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "split"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_stage_on_each_rank(two, tmp_path, name, schedule, checkpoint):
+    toy = toys.TOYS[name]
+    toys.write(tmp_path, toy, 4, schedule, checkpoint)
+    batches = (10, 8, 9) if name == "normed" else (10, 3, 7)  # a batch norm takes two rows
+    assert two.run(jobs.steps, tmp_path, name, 4, batches, False) == EQUAL
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
+@pytest.mark.parametrize("name", ["tied", "noisy", "whole", "skips"])
+@pytest.mark.parametrize("devices", [(0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 1, 0)])
+def test_several_stages_on_a_rank(two, tmp_path, name, devices, checkpoint):
+    toy = toys.TOYS[name]
+    toys.write(tmp_path, toy, 3, checkpoint=checkpoint, devices=devices[: len(toy.parts)])
+    assert two.run(jobs.steps, tmp_path, name, 3, (10, 2, 4), True) == EQUAL
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "bfs", BY_HAND])
+def test_skips_under_schedules_with_several_stages_a_rank(two, tmp_path, schedule):
+    table = schedule
+    if schedule is not BY_HAND:
+        table = order.build(schedule, 2, 4, 2).to_csv()
+    devices = (0, 1, 1, 0) if schedule in ("zb-v", BY_HAND) else (0, 1, 0, 1)
+    toys.write(tmp_path, toys.SKIPS, 4, devices=devices, table=table)
+    assert two.run(jobs.steps, tmp_path, "skips", 4, (10, 3, 8), False) == EQUAL
+
+
+def test_four_ranks(four, tmp_path):
+    toys.write(tmp_path, toys.SKIPS, 4, "split")
+    assert four.run(jobs.steps, tmp_path, "skips", 4, (10, 5), False) == ["equal"] * 4
