@@ -82,7 +82,7 @@ def test_little_memory_makes_stages_compute_parts_again() -> None:
 
     assert not any(roomy.plan.segments)
     assert any(tight.plan.segments)
-    assert any("checkpoint(" in text for text in tight.files.files.values())
+    assert any("checkpoint(" in text for text in tight.files.values())
     assert tight.plan.schedule == roomy.plan.schedule
     assert tight.manifest.schedule == "1f1b"
 
