@@ -3,6 +3,7 @@
     fxpipe compile examples/resnet.py --devices 2 -o build/resnet
 
 WIDTH 64 is the paper's (He et al., arXiv 1512.03385); the default is small enough for a laptop.
+BLOCKS, those of the third of four groups, are 23 in ResNet-101, 6 in ResNet-50.
 """
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 WIDTH = 16
+BLOCKS = 23
 IMAGE = 64
 CLASSES = 100
 
@@ -49,7 +51,7 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        blocks: tuple[int, ...] = (3, 4, 23, 3),
+        blocks: tuple[int, ...] = (3, 4, BLOCKS, 3),
         width: int = WIDTH,
         classes: int = CLASSES,
     ) -> None:

@@ -25,7 +25,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = {
     "unet": {"B": 1, "C": 4},
     "gpt2": {"LAYERS": 4, "HIDDEN": 32, "HEADS": 4, "SEQUENCE": 16, "VOCABULARY": 64},
-    "resnet": {"WIDTH": 4, "IMAGE": 32},
+    "resnet": {"WIDTH": 4, "BLOCKS": 3, "IMAGE": 32},
     "amoebanet": {"LAYERS": 3, "FILTERS": 16},
 }
 # Micro-batches of unequal size: 3, 3, 2, 2.
