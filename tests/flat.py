@@ -1,6 +1,7 @@
 """Compiles small models on made-up costs, the same on every machine and in every run."""
 
 from dataclasses import replace
+from functools import lru_cache
 from unittest.mock import patch
 
 from fxpipe import compiler
@@ -74,13 +75,24 @@ def blocks_of(package, *modules):
     return found[0], found[-1] + 1
 
 
+@lru_cache(maxsize=1)
+def _captured(kind, make):
+    """Once for all modes of recomputation, which tests ask for one after the other."""
+    return capture(kind(), (), make(8))
+
+
 def verified(kind, make, tmp_path, *, devices="cpu*2", checkpoint="never"):
     """The package of `kind()`, which computes what the model does, in train and eval mode.
 
     `make` gives keyword inputs for a number of rows. Another number than traced is compared.
     """
     package = compile_flat(
-        kind(), kwargs=make(8), devices=devices, microbatches=4, checkpoint=checkpoint
+        kind(),
+        kwargs=make(8),
+        devices=devices,
+        microbatches=4,
+        checkpoint=checkpoint,
+        captured=_captured(kind, make),
     )
     target = Target(kind.__name__, __file__, str(tmp_path), kind, make)
     result = verify(package.write(tmp_path / "out"), target, batch=10)
