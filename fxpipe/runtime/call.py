@@ -9,10 +9,11 @@ from torch import Tensor
 from fxpipe.runtime.copy import Links
 from fxpipe.runtime.mailbox import Mailbox, Outbox
 from fxpipe.runtime.memory import Memory
-from fxpipe.runtime.portal import CALLER, Wire, Wires, add_gradients
+from fxpipe.runtime.portal import CALLER, Wire, Wires, add_gradients, source_of
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.trace import Recorder
+from fxpipe.schedule import Action
 
 Key = tuple[str, Wire | None, int, int]
 Box = Mailbox[Key] | Outbox[Key]
@@ -24,7 +25,8 @@ class Call:
     """One call of the pipeline on `m` micro-batches: its stages and the wires between them.
 
     Stage `n` stands for the pipeline's end, which is on the last stage's device. What goes to one
-    of the stages `elsewhere`, in other processes, is put into the outbox.
+    of the stages `elsewhere`, in other processes, is put into the outbox. By stage, `takes` are the
+    wires of its arguments, `makes` those of what it returns.
     """
 
     def __init__(
@@ -51,6 +53,16 @@ class Call:
             self._mailboxes[j] = self.outbox
         self._homes: dict[tuple[str, int], torch.device] = {}
         self._random_stages = [stage.index for stage in stages if stage.spec.random]
+        # What each action would ask for again.
+        self.takes = [
+            [Wire(source_of(port.source), port.value) for port in stage.inputs] for stage in stages
+        ]
+        self.makes = [
+            [Wire(stage.index, output.value) for output in stage.outputs] for stage in stages
+        ]
+        by_stage = [*stages, stages[-1]]
+        self._stage_lanes = [stage.lane for stage in by_stage]
+        self._stage_devices = [stage.device for stage in by_stage]
 
     @property
     def draws(self) -> bool:
@@ -68,11 +80,11 @@ class Call:
 
     def lane(self, j: int) -> int:
         """The lane of stage j."""
-        return self.stages[min(j, self.n - 1)].lane
+        return self._stage_lanes[j]
 
     def device(self, j: int) -> torch.device:
         """The device of stage j."""
-        return self.stages[min(j, self.n - 1)].device
+        return self._stage_devices[j]
 
     def record(self, recorder: Recorder) -> None:
         """Let `recorder` have what the lanes do."""
@@ -82,11 +94,11 @@ class Call:
         """Let `memory` have what the lanes send each other."""
         self._links.memory = memory
 
-    def span(self, j: int, name: str, kind: str) -> AbstractContextManager[None]:
+    def span(self, j: int, name: str | Action, kind: str) -> AbstractContextManager[None]:
         """The block is what stage j's lane does as `name`."""
         if self._recorder is None:
             return _UNSEEN
-        return self._recorder.span(self.lane(j), name, kind)
+        return self._recorder.span(self.lane(j), str(name), kind)
 
     def check(self, lane: int) -> None:
         """Raise StoppedError if the lane shall not begin anything more."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.checkpoint import Replay, checkpointed, recomputes
 from fxpipe.runtime.dependency import Turns
-from fxpipe.runtime.portal import Wire, source_of
 from fxpipe.schedule import Action, Kind
 
 
@@ -44,13 +43,12 @@ class Clock:
                     self._forward(j, k - j)
 
     def _forward(self, j: int, i: int) -> None:
-        call, stage = self._call, self._call.stages[j]
+        call = self._call
         values = {wire: call.value(wire, j, i)[0] for wire in call.wires.reads[j]}
         values = dict(zip(values, self._turns[j].begin(list(values.values())), strict=True))
-        inputs = [values[Wire(source_of(p.source), p.value)] for p in stage.inputs]
+        inputs = [values[wire] for wire in call.takes[j]]
         outputs = self._turns[j].end(self._compute(j, i, inputs))
-        for output, spec in zip(outputs, stage.outputs, strict=True):
-            wire = Wire(j, spec.value)
+        for output, wire in zip(outputs, call.makes[j], strict=True):
             if wire in call.wires.readers:
                 call.send_value(wire, i, output, output.requires_grad)
 

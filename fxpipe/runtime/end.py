@@ -13,7 +13,7 @@ from fxpipe.runtime.call import Call
 from fxpipe.runtime.microbatch import map_nested
 from fxpipe.runtime.portal import Wire
 from fxpipe.runtime.receive import Slot, receive
-from fxpipe.runtime.structure import Structure, rebuild
+from fxpipe.runtime.structure import Structure, assemble, imported
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -24,7 +24,7 @@ class End:
     def __init__(self, call: Call, outputs: Sequence[Wire], structure: Structure) -> None:
         self._call = call
         self._outputs = outputs
-        self._structure = structure
+        self._structure = imported(structure)
         self._slots: dict[int, Mapping[Wire, Slot]] = {}
 
     def output(self, i: int) -> Any:
@@ -34,7 +34,7 @@ class End:
         slots = {wire: Slot() for wire, (_, gradient) in values.items() if gradient}
         received = receive({wire: tensor.detach() for wire, (tensor, _) in values.items()}, slots)
         self._slots[i] = slots
-        return rebuild(self._structure, [received.get(wire) for wire in self._outputs])
+        return assemble(self._structure, [received.get(wire) for wire in self._outputs])
 
     def send_gradients(self, i: int) -> None:
         """Send the gradients that micro-batch i's output got to the stages it came from."""
@@ -76,8 +76,8 @@ class Objective:
                 "loss_fn must return one number with a gradient, the mean over the micro-batch's "
                 f"rows; on micro-batch {i} it returned {_described(loss)}"
             )
-        # A clone, since torch's own losses are numbers in memory as large as the output.
-        self._losses[i] = loss.detach().clone()
+        # Not the loss itself: torch's own are numbers in memory as large as the output.
+        self._losses[i] = loss.detach().reshape(()) * self._weights[i]
         del output
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         backward([scaled], [torch.full_like(scaled, self._weights[i])])
@@ -85,12 +85,7 @@ class Objective:
 
     def loss(self) -> Tensor:
         """The batch's loss, after all lanes."""
-        weighted = [
-            loss.reshape(()) * weight
-            for loss, weight in zip(self._losses, self._weights, strict=True)
-            if loss is not None
-        ]
-        return torch.stack(weighted).sum()
+        return torch.stack([loss for loss in self._losses if loss is not None]).sum()
 
 
 def _to(target: Any, device: torch.device) -> Any:

@@ -30,6 +30,8 @@ class Mailbox(Generic[Key]):
             message = self._queue.get()
             if message is None:
                 raise StoppedError
+            if message[0] == key:
+                return message[1]
             self._arrived[message[0]] = message[1]
             # Else this frame would hold the last message's tensors while it waits for the next.
             del message

@@ -17,8 +17,11 @@ from fxpipe.runtime.manifest import OutputSpec, PortSpec, StageSpec, there
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.recomputing import is_recomputing
 from fxpipe.runtime.segment import Forward
+from fxpipe.schedule import Action
 
 T = TypeVar("T")
+
+_UNDRAWN = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class Stage:
 
         In backward a segment is computed within an `again()`. Raises StageError.
         """
-        drawn = drawing(random, self.device, self.module) if random is not None else nullcontext()
+        drawn = drawing(random, self.device, self.module) if random is not None else _UNDRAWN
         given = iter(inputs)
         arguments = [next(given) if self._there(port) else None for port in self.spec.inputs]
         written = self.spec.mutated_buffers
@@ -68,11 +71,8 @@ class Stage:
             with forward.running(self.recomputes and not is_recomputing()):
                 returned = (self.relay or self.module)(*arguments)
         outputs = returned if isinstance(returned, tuple) else (returned,)
-        fit = len(outputs) == len(self.spec.outputs) and all(
-            isinstance(output, Tensor) if self._there(spec) else output is None
-            for output, spec in zip(outputs, self.spec.outputs, strict=True)
-        )
-        if not fit:
+        specs = self.spec.outputs
+        if len(outputs) != len(specs) or not all(map(self._fits, outputs, specs)):
             names = [spec.value for spec in self.outputs]
             raise StageError(
                 f"{self.spec.file} returned {_described(outputs)}, plan.json says {len(names)} "
@@ -92,7 +92,10 @@ class Stage:
         return [output for output in self.spec.outputs if self._there(output)]
 
     def _there(self, spec: PortSpec | OutputSpec) -> bool:
-        return there(spec.mode, self.module.training)
+        return spec.mode == "both" or there(spec.mode, self.module.training)
+
+    def _fits(self, output: object, spec: OutputSpec) -> bool:
+        return isinstance(output, Tensor) if self._there(spec) else output is None
 
     def trainable(self, bound: frozenset[str]) -> dict[str, Tensor]:
         """Its parameters by name, each once; those in `bound` under each of their names."""
@@ -100,7 +103,7 @@ class Stage:
         every = dict(self.module.named_parameters(remove_duplicate=False))
         return {name: tensor for name, tensor in every.items() if name in bound or name in once}
 
-    def at(self, action: str, call: Callable[[], T]) -> T:
+    def at(self, action: str | Action, call: Callable[[], T]) -> T:
         """What `call` gives. An error becomes a StageError that says stage, action and line."""
         try:
             return call()

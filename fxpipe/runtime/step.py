@@ -5,6 +5,7 @@ catches the gradient, and each backward is called by the stage's own lane.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,10 +17,9 @@ from fxpipe.runtime.backward import backward
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.checkpoint import Replay, recomputes
 from fxpipe.runtime.manifest import InputSpec
-from fxpipe.runtime.portal import CALLER, Wire, add_gradients, source_of
+from fxpipe.runtime.portal import CALLER, Wire, add_gradients
 from fxpipe.runtime.receive import Slot, receive
 from fxpipe.runtime.split import SplitBackward
-from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.trace import LOSS, RECOMPUTE
 from fxpipe.schedule import Action, Kind
 
@@ -58,9 +58,8 @@ class Step:
         """Run a lane's row of the table."""
         for action in row:
             self._call.check(lane)
-            name = str(action)
-            with self._call.span(action.stage, name, action.kind):
-                self._call.stages[action.stage].at(name, partial(self._run, action))
+            with self._call.span(action.stage, action, action.kind):
+                self._call.stages[action.stage].at(action, partial(self._run, action))
 
     def input_gradient(self, spec: InputSpec, tensor: Tensor, rows: Sequence[int]) -> Tensor | None:
         """The gradient of a caller's input, after all lanes; None if there is none."""
@@ -84,8 +83,7 @@ class Step:
         if action.kind is Kind.WEIGHT:
             self._split.pop((j, i)).weight_gradients()
             return
-        wires = [Wire(j, output.value) for output in self._call.stages[j].outputs]
-        gradients = [self._call.gradient(wire, i) for wire in wires]
+        gradients = [self._call.gradient(wire, i) for wire in self._call.makes[j]]
         if action.kind is Kind.BACKWARD:
             found = self._backward(j, i, gradients)
         else:
@@ -102,25 +100,24 @@ class Step:
         tensors = {wire: tensor.detach() for wire, (tensor, _) in values.items()}
         outputs: Sequence[Tensor]
         if not torch.is_grad_enabled():
-            outputs, random = stage.forward(_arguments(stage, tensors), random)
+            outputs, random = stage.forward(self._arguments(j, tensors), random)
             gradients = [False] * len(outputs)
         elif recomputes(stage, i, call.m):
             replay = Replay(stage, str(action), random)
-            outputs, random = replay.first(_arguments(stage, tensors))
+            outputs, random = replay.first(self._arguments(j, tensors))
             self._pending[j, i] = _Pending(slots, replay=replay, inputs=tensors)
             graph = bool(slots) or any(p.requires_grad for p in stage.module.parameters())
             gradients = [graph and output.is_floating_point() for output in outputs]
         else:
             received = receive(tensors, slots)
             begins = self._begins(j, i, received, slots)
-            again = partial(call.span, j, f"again {action}", RECOMPUTE)
-            outputs, random = stage.forward(_arguments(stage, received), random, again)
+            again = partial(self._again, action)
+            outputs, random = stage.forward(self._arguments(j, received), random, again)
             del received
             self._pending[j, i] = _Pending(slots, _edges(outputs), begins)
             gradients = [output.requires_grad for output in outputs]
         call.pass_random(j, i, random)
-        for output, spec, gradient in zip(outputs, stage.outputs, gradients, strict=True):
-            wire = Wire(j, spec.value)
+        for output, wire, gradient in zip(outputs, call.makes[j], gradients, strict=True):
             if wire in call.wires.readers:
                 call.send_value(wire, i, output.detach(), gradient)
 
@@ -154,8 +151,8 @@ class Step:
         if pending.replay is not None and pending.inputs is not None:
             received = receive(pending.inputs, pending.slots)
             pending.begins = self._begins(j, i, received, pending.slots)
-            with self._call.span(j, f"again {j}F{i}", RECOMPUTE):
-                again = pending.replay.again(_arguments(self._call.stages[j], received))
+            with self._again(Action(j, Kind.FORWARD, i)):
+                again = pending.replay.again(self._arguments(j, received))
             pending.edges = _edges(again)
             pending.replay = pending.inputs = None
         return pending
@@ -167,9 +164,11 @@ class Step:
             return {}
         return {wire: get_gradient_edge(received[wire]) for wire in slots}
 
+    def _arguments(self, j: int, values: Mapping[Wire, Tensor]) -> list[Tensor]:
+        return [values[wire] for wire in self._call.takes[j]]
 
-def _arguments(stage: Stage, values: Mapping[Wire, Tensor]) -> list[Tensor]:
-    return [values[Wire(source_of(port.source), port.value)] for port in stage.inputs]
+    def _again(self, forward: Action) -> AbstractContextManager[None]:
+        return self._call.span(forward.stage, f"again {forward}", RECOMPUTE)
 
 
 def _edges(outputs: Sequence[Tensor]) -> list[GradientEdge | None]:
