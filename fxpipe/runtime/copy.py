@@ -35,7 +35,7 @@ class Links:
 
     def __init__(self, devices: Sequence[Device], copies: Sequence[Sequence[Stream]]) -> None:
         self._ends = [
-            [End(stream.place(device), stream.current_stream(device), copy) for copy in lane_copies]
+            _ends(stream.place(device), stream.current_stream(device), lane_copies)
             for device, lane_copies in zip(devices, copies, strict=True)
         ]
 
@@ -58,6 +58,11 @@ class Links:
 def new_copy_streams(devices: Sequence[Device], n_microbatches: int) -> list[list[Stream]]:
     """A copy stream per lane and micro-batch."""
     return [[stream.new_stream(device) for _ in range(n_microbatches)] for device in devices]
+
+
+def _ends(device: torch.device, compute: Stream, copies: Sequence[Stream]) -> list[End]:
+    ends = {copy: End(device, compute, copy) for copy in copies}  # on the CPU all are one
+    return [ends[copy] for copy in copies]
 
 
 def _send(tensor: Tensor, source: End, target: End) -> Tensor:

@@ -145,9 +145,10 @@ def split_target(target: Any, rows: Sequence[int]) -> list[Any]:
 
     Tensors with as many rows as the batch are cut; all else goes whole to each.
     """
-    starts = [sum(rows[:i]) for i in range(len(rows))]
-    batch = sum(rows)
-    return [_piece(target, start, start + n, batch) for start, n in zip(starts, rows, strict=True)]
+    if isinstance(target, Tensor) and target.dim() and target.size(0) == sum(rows):
+        return list(target.split(list(rows)))  # type: ignore[no-untyped-call]
+    cut = map_nested(lambda child: iter(split_target(child, rows)), target)
+    return [target if cut is target else map_nested(next, cut) for _ in rows]
 
 
 def map_nested(function: Callable[[Any], Any], node: Any) -> Any:
@@ -159,9 +160,3 @@ def map_nested(function: Callable[[Any], Any], node: Any) -> Any:
     if isinstance(node, Mapping):
         return {key: function(value) for key, value in node.items()}
     return node
-
-
-def _piece(node: Any, start: int, end: int, batch: int) -> Any:
-    if isinstance(node, Tensor):
-        return node[start:end] if node.dim() and node.size(0) == batch else node
-    return map_nested(lambda child: _piece(child, start, end, batch), node)

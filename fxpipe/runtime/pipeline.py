@@ -185,7 +185,8 @@ class Pipeline(Original):
         self._check_room(max(rows))
         targets = microbatch.split_target(target, rows)
         end = End(call, self._outputs, self._structure())
-        objective = Objective(loss_fn, targets, [n / sum(rows) for n in rows], end, scaler)
+        batch = sum(rows)
+        objective = Objective(loss_fn, targets, [n / batch for n in rows], end, scaler)
         device = call.device(call.n)
         return Step(call, lambda i: objective.run(i, device), self._schedule.split), objective
 
