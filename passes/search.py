@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from fxpipe.passes import order
-from fxpipe.passes import search_kernel as kernel
 from fxpipe.passes.search_judge import (
     Candidate,
     Found,
@@ -32,12 +31,13 @@ from fxpipe.passes.search_judge import (
 from fxpipe.passes.simulate import KINDS
 from fxpipe.schedule import Action, Schedule
 
-# Actions simulated in a second, half of what one core of 2024 does.
-_WORK_PER_SECOND = 1_500_000
+# Actions simulated in a second by one core of 2024.
+_WORK_PER_SECOND = 2_500_000
 _FARTHEST = 10
 _LATE = 30  # moves: a change that is no worse than what stood so long ago is kept
 # Shares of the work: for moves in rounds, each with half of the shapes left, then for the order.
 _ROUNDS, _POLISH = (0.25, 0.25, 0.25), 0.25
+_NEAR, _SHARE_NEAR = 3, 0.3
 _NAMED = 2  # named schedules whose cuts are moved
 
 
@@ -120,8 +120,13 @@ class Search:
         return _Climb(found, found, [found.worth] * _LATE)
 
     def _move(self, climb: _Climb) -> None:
-        candidate = self._moved(climb.here.candidate)
-        found = self.judge(candidate, (1, self.problem.n_devices), 2)
+        here = climb.here
+        candidate = self._moved(here.candidate)
+        alike = candidate.table is None and len(candidate.path) == len(here.candidate.path)
+        if alike and self.random.random() < _SHARE_NEAR:
+            found = self.judge.near(candidate, here, _NEAR, self.random.randrange(2**31))
+        else:
+            found = self.judge(candidate, (1, self.problem.n_devices), 2)
         place = climb.moves % _LATE
         if found.worth <= max(climb.late[place], climb.here.worth):
             climb.here = found
@@ -201,18 +206,9 @@ class Search:
         tries = int(_POLISH * self.budget / n_left / per_try)
         if time.monotonic() > self.ends_at:
             return found
-        over, step_ms, work, ran = kernel.polish(
-            found.numbers,
-            found.split,
-            self.judge.capacity,
-            found.rank,
-            found.room,
-            tries,
-            self.random.randrange(2**31),
-        )
-        self.judge.work += work
-        worth = (int(over), float(step_ms))
-        return replace(found, worth=worth, ran=ran) if worth < found.worth else found
+        candidate = replace(found.candidate, table=None)
+        polished = self.judge.near(candidate, found, tries, self.random.randrange(2**31))
+        return min(found, polished, key=lambda one: one.worth)
 
 
 def tables(n_devices: int, n_microbatches: int, loops: Sequence[int]) -> Iterator[Schedule]:

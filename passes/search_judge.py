@@ -122,6 +122,15 @@ class Judge:
         self.work += work
         return Found((int(over), float(step_ms)), candidate, numbers, split, rank, room, ran)
 
+    def near(self, candidate: Candidate, found: Found, tries: int, seed: int) -> Found:
+        """The best step of `candidate` from what `found`, with as many stages, began with."""
+        numbers, _ = self.numbers(candidate, found.split)
+        over, step_ms, work, rank, room, ran = kernel.polish(
+            numbers, found.split, self.capacity, found.rank, found.room, tries, seed
+        )
+        self.work += work
+        return Found((int(over), float(step_ms)), candidate, numbers, found.split, rank, room, ran)
+
     def _following(self, candidate: Candidate, table: Schedule) -> Found:
         split = np.zeros(len(candidate.device_of), np.bool_)
         split[[stage for stage, _ in table.split]] = True

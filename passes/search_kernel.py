@@ -294,7 +294,7 @@ def attempt(numbers, split, capacity, groups, patiences, rounds):  # type: ignor
 
 @compiled
 def polish(numbers, split, capacity, rank, room, tries, seed):  # type: ignore[no-untyped-def]
-    """Ranks near `rank` and what comes of them, `tries` times: the best that ran, as `attempt`'s.
+    """Ranks near `rank` and what comes of them, `tries` times: the best, as `attempt` returns it.
 
     Each try takes the latest starts of the one before it and shakes them; one that is no longer
     than that of some tries ago is gone on from (late acceptance hill climbing, Burke and Bykov,
@@ -308,7 +308,7 @@ def polish(numbers, split, capacity, rank, room, tries, seed):  # type: ignore[n
     patience = 0.0
     ran = run(no_rows, no_kinds, no_stages, no_stages, rank, split, room, patience, *numbers, False)
     over, step_ms = judge(ran, n_needed, capacity)
-    best_over, best_ms, best = over, step_ms, ran
+    best_over, best_ms, best, best_room = over, step_ms, ran, room
     late = np.full(20, step_ms if over == 0 else np.inf)
     work = len(ran[0])
     here, room_here = ran, room
@@ -339,6 +339,7 @@ def polish(numbers, split, capacity, rank, room, tries, seed):  # type: ignore[n
         if over == 0 and found_ms <= max(step_ms, late[k % len(late)]):
             here, room_here, step_ms = ran, next_room, found_ms
             if found_ms < best_ms or best_over > 0:
-                best_over, best_ms, best = over, found_ms, ran
+                best_over, best_ms, best, best_room = over, found_ms, ran, next_room
         late[k % len(late)] = step_ms
-    return best_over, best_ms, work, best
+    rank = latest_starts(*best[:6], numbers, len(capacity))
+    return best_over, best_ms, work, rank, best_room, best

@@ -15,7 +15,7 @@ from fxpipe.passes.search_judge import Found, Judge, SearchProblem
 from fxpipe.schedule import Action, Kind, Schedule
 
 NAME = "auto"
-LOOPS = (1, 2, 3, 4)
+LOOPS = (1, 2, 3, 4, 6)
 TIME_LIMIT_S = 30.0
 
 

@@ -41,7 +41,8 @@ def plan_command(
         ),
     ] = None,
     loops: Annotated[
-        int | None, typer.Option(min=1, help="Stages a device [default: 1 to 4 are tried]")
+        int | None,
+        typer.Option(min=1, help="Stages a device [default: 1, 2, 3, 4 and 6 are tried]"),
     ] = None,
     checkpoint: Annotated[
         Recompute, typer.Option(help="auto: compute blocks again where that pays.")
