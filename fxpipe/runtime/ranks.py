@@ -2,18 +2,22 @@
 
 Whatever may wait for another process waits on a thread of its own, since a wait in gloo can't be
 woken. Meanwhile the one who wants it looks, time and again, for a word in the store that
-`torch.distributed` was set up with: a rank that fails leaves one there, and stays a moment until
-the others have read it.
+`torch.distributed` was set up with: a rank that fails leaves one there, and all stay a moment until
+each has read it.
 """
 
+import atexit
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -23,10 +27,10 @@ from fxpipe.errors import DeviceError, FxpipeError, InputError, PackageError, St
 T = TypeVar("T")
 Job = Callable[[], object]
 
+_NEVER = 2  # a tag that nobody sends with
 _LOOK_S = 0.3  # how often one who waits looks for a failure
-_STAY_S = 5.0  # how long one who failed stays for the others to hear of it
-# torchrun ends all processes as soon as one has failed: those who have heard say so before.
-_LEAVE_S = 0.5
+_END_S = 0.2  # how long a thread may take to end; one that waits for a lost rank doesn't
+_STAY_S = 5.0  # how long a rank stays, after a failure, for the others to hear of it
 
 
 class Worker:
@@ -35,10 +39,11 @@ class Worker:
     def __init__(self, name: str, trouble: list[BaseException]) -> None:
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         # The thread knows only its queue: what uses it can be collected while it idles.
-        threading.Thread(
+        thread = threading.Thread(
             target=_work, args=(self._queue, trouble), name=f"fxpipe {name}", daemon=True
-        ).start()
-        weakref.finalize(self, self._queue.put, None)
+        )
+        thread.start()
+        weakref.finalize(self, _end, self._queue, thread)
 
     def put(self, job: Job) -> None:
         """Do this after all that was given before."""
@@ -53,6 +58,18 @@ def _work(queue: SimpleQueue[Job | None], trouble: list[BaseException]) -> None:
             trouble.append(error)
             return
         del job
+
+
+def _end(queue: SimpleQueue[Job | None], thread: threading.Thread) -> None:
+    """Let the thread end, before Python does: torch's code in it can't be cut off."""
+    queue.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_END_S)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Ranks:
@@ -71,6 +88,8 @@ class Ranks:
                     "device: torchrun --nproc-per-node 2 script.py"
                 )
             dist.init_process_group("gloo")
+            # Else torch's own threads now and then abort the process as it ends.
+            atexit.register(_leave)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.group = dist.new_group(backend="gloo")
@@ -136,10 +155,7 @@ class Ranks:
         if first != own:
             raise self._hear(first) from error
         self._heard = own
-        until = time.monotonic() + _STAY_S
-        while time.monotonic() < until and self._store.add("heard", 0) < self.size - 1:
-            time.sleep(0.02)
-        time.sleep(_LEAVE_S)
+        self._stay()
 
     def agree(self, facts: Mapping[str, object], problem: str | None) -> None:
         """Raise, on all ranks, if one has a `problem`, or if their facts differ."""
@@ -174,6 +190,7 @@ class Ranks:
             ) from error
         if self._trouble:
             # Who failed, if somebody did, has said so before it ended.
+            self._cancel()
             raise StageError(
                 f"rank {self.rank} has lost another rank, whose process has ended or can't be "
                 f"reached any more: {_told(self._trouble[0])}"
@@ -189,7 +206,26 @@ class Ranks:
     def _hear(self, message: str) -> StageError:
         self._heard = message
         self._store.add("heard", 1)
+        self._stay()
         return StageError(message)
+
+    def _stay(self) -> None:
+        """Until all have heard: torchrun ends all processes as soon as one has ended."""
+        until = time.monotonic() + _STAY_S
+        while time.monotonic() < until and self._store.add("heard", 0) < self.size - 1:
+            time.sleep(0.02)
+        self._cancel()
+
+    def _cancel(self) -> None:
+        """End all waits in the group, on this rank and its peers.
+
+        Gloo does so where one of them takes too long; else their threads could not end.
+        """
+        for peer in self.sending:
+            with suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1), peer, self.group, _NEVER)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
 
 
 def _told(error: BaseException) -> str:

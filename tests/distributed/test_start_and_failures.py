@@ -121,7 +121,7 @@ def test_processes_end_by_themselves(tmp_path: Path, how: str) -> None:
     else:
         assert all(process.returncode == 1 for process in processes)
         for _, error in ends:
-            assert "stage 2 failed in 2F0, stage_2.py, line 13: `return self.last(" in error
+            assert "stage 2 failed in 2F0, stage_2.py, line 14: `return self.last(" in error
         assert "rank 1 failed" in ends[0][1]
 
 
