@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxpipe.chain_file import ChainFile
 from fxpipe.compiler import chained
@@ -11,6 +11,8 @@ from fxpipe.ir import Chain, CheckpointMode, Network, Plan
 from fxpipe.optimizer import optimizer_of
 from fxpipe.passes import order
 from fxpipe.passes.partition import partition
+from fxpipe.passes.partition_costs import edges_of
+from fxpipe.passes.search_bound import lower_bound_ms
 from fxpipe.passes.search_plan import LOOPS, NAME, search
 from fxpipe.profile_file import costs_of, is_analytic
 from fxpipe.progress import Progress
@@ -130,6 +132,7 @@ def answered(
 def named(question: Question) -> Iterator[Answer]:
     """Each named schedule, its cuts by dynamic programming, nothing computed again."""
     q = question
+    bound_ms = lower_bound_ms(q.chain, edges_of(q.chain), q.n_devices, q.n_microbatches, q.network)
     for name in order.NAMES:
         loops = q.loops or order.usual_loops(name, q.n_devices)
         start = time.perf_counter()
@@ -146,6 +149,7 @@ def named(question: Question) -> Iterator[Answer]:
                 loops=loops,
                 training_factor=q.training_factor,
             )
+            plan = replace(plan, bound_ms=bound_ms)
             yield Answer(name, plan, "", time.perf_counter() - start)
         except FxpipeError as error:
             yield Answer(name, None, str(error), time.perf_counter() - start)

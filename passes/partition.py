@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fxpipe.errors import PlanError
 from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, Plan
 from fxpipe.passes import checkpoints, order
-from fxpipe.passes.partition_costs import Cuts, evaluate, size_text
+from fxpipe.passes.partition_costs import Cuts, edges_of, evaluate, size_text
 from fxpipe.schedule import Schedule
 
 SOLVERS = ("dp", "beam", "cpsat")
@@ -112,7 +112,7 @@ def partition(
     """
     from fxpipe.passes.partition_tidy import tidy  # it imports this module, as the solvers do
 
-    edges = _edges(chain)
+    edges = edges_of(chain)
     _check_counts(n_stages, n_microbatches, len(edges) - 1, solver)
     problem = Problem(
         chain=chain,
@@ -143,11 +143,6 @@ def partition(
         solver=solver,
         bound_ms=solution.bound_ms,
     )
-
-
-def _edges(chain: Chain) -> tuple[int, ...]:
-    inner = (k + 1 for k in range(len(chain.blocks) - 1) if chain.cuttable[k])
-    return (0, *inner, len(chain.blocks))
 
 
 def _solve(solver: str, score: Scorer, seed: int, time_limit_s: float) -> Solution:

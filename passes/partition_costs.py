@@ -67,6 +67,12 @@ def evaluate(
     )
 
 
+def edges_of(chain: Chain) -> tuple[int, ...]:
+    """0, each place where a stage may begin, and the end."""
+    inner = (k + 1 for k in range(len(chain.blocks) - 1) if chain.cuttable[k])
+    return (0, *inner, len(chain.blocks))
+
+
 def parameter_bytes(chain: Chain, begin: int, end: int) -> int:
     """Bytes of the parameters of the blocks [begin, end), each once."""
     blocks = chain.blocks[begin:end]

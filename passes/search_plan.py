@@ -7,7 +7,7 @@ from itertools import pairwise
 from fxpipe.errors import PlanError
 from fxpipe.ir import Chain, CheckpointMode, Network, Plan
 from fxpipe.passes import checkpoints
-from fxpipe.passes.partition_costs import evaluate, size_text
+from fxpipe.passes.partition_costs import edges_of, evaluate, size_text
 from fxpipe.passes.partition_tidy import MOST_LONGER, REACH
 from fxpipe.passes.search import Search, table_of
 from fxpipe.passes.search_bound import lower_bound_ms
@@ -43,10 +43,9 @@ def search(
     on a machine that is fast enough to do the work of that time. Raises PlanError where nothing
     that was found fits.
     """
-    edges = (0, *(k + 1 for k in range(len(chain.blocks) - 1) if chain.cuttable[k]))
     problem = SearchProblem(
         chain=chain,
-        edges=(*edges, len(chain.blocks)),
+        edges=edges_of(chain),
         n_devices=n_devices,
         n_microbatches=n_microbatches,
         network=network,
