@@ -68,15 +68,9 @@ class Forward:
         self._buffers: dict[str, Tensor] | None = None
         self._bound: dict[str, Tensor] = {}
 
-    @contextmanager
-    def running(self, recomputes: bool) -> Iterator[None]:
+    def running(self, recomputes: bool) -> "_Running":
         """The block is of this forward."""
-        before = _THREAD.forward, self.recomputes
-        _THREAD.forward, self.recomputes = self, recomputes
-        try:
-            yield
-        finally:
-            _THREAD.forward, self.recomputes = before
+        return _Running(self, recomputes)
 
     def remember(self) -> RandomStream | None:
         """Take down what the parts begin with; returns where the random numbers stand."""
@@ -104,6 +98,23 @@ class Forward:
             self.running(recomputes=False),
         ):
             yield
+
+
+class _Running:
+    """Around a block of `forward`. No generator: each action of a stage enters one."""
+
+    __slots__ = ("_before", "_forward", "_recomputes")
+
+    def __init__(self, forward: Forward, recomputes: bool) -> None:
+        self._forward = forward
+        self._recomputes = recomputes
+
+    def __enter__(self) -> None:
+        self._before = _THREAD.forward, self._forward.recomputes
+        _THREAD.forward, self._forward.recomputes = self._forward, self._recomputes
+
+    def __exit__(self, *_: object) -> None:
+        _THREAD.forward, self._forward.recomputes = self._before
 
 
 class _Thread(threading.local):
