@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from fxpipe.passes import order
+from fxpipe.passes.search_bound import lower_bound_ms
 from fxpipe.passes.search_judge import (
     Candidate,
     Found,
@@ -37,6 +38,7 @@ _FARTHEST = 10
 _LATE = 30  # moves: a change that is no worse than what stood so long ago is kept
 # Shares of the work: for moves in rounds, each with half of the shapes left, then for the order.
 _ROUNDS, _POLISH = (0.25, 0.25, 0.25), 0.25
+_PIECES = 8  # in which the order is polished: between them the time is looked at
 _NEAR, _SHARE_NEAR = 3, 0.3
 _NAMED = 2  # named schedules whose cuts are moved
 
@@ -68,6 +70,9 @@ class Search:
         self.budget = _WORK_PER_SECOND * time_limit_s
         self.time_limit_s = time_limit_s
         self.ends_at = float("inf")
+        self.bound_ms = lower_bound_ms(
+            problem.chain, problem.edges, problem.n_devices, problem.n_microbatches, problem.network
+        )
         self.progress = progress
 
     def run(self) -> Found:
@@ -80,14 +85,20 @@ class Search:
             for k, climb in enumerate(climbs):
                 begun = self.judge.work
                 until = begun + (spent * self.budget - begun) / (len(climbs) - k)
-                while self.judge.work < until and time.monotonic() < self.ends_at:
+                while self.judge.work < until and not self._is_over(climb):
                     self._move(climb)
             climbs.sort(key=lambda climb: climb.best.worth)
             climbs = climbs[: max(2, len(climbs) // 2)]
         return min(
-            (self._polished(climb.best, len(climbs)) for climb in climbs),
+            (self._polished(climb, len(climbs)) for climb in climbs),
             key=lambda found: found.worth,
         )
+
+    def _is_over(self, climb: _Climb) -> bool:
+        """Whether the time is, or nothing better can be found."""
+        over, step_ms = climb.best.worth
+        best_there_is = not over and step_ms <= self.bound_ms * (1 + 1e-6)
+        return best_there_is or time.monotonic() > self.ends_at
 
     def _begun(self) -> list[_Climb]:
         """A climb for each shape, and for the best of the named schedules."""
@@ -200,15 +211,18 @@ class Search:
                 moved[k] += step
         return spread(moved, end)
 
-    def _polished(self, found: Found, n_left: int) -> Found:
-        """The same cuts in a better order."""
-        per_try = max(1, len(found.ran[0]))
-        tries = int(_POLISH * self.budget / n_left / per_try)
-        if time.monotonic() > self.ends_at:
-            return found
-        candidate = replace(found.candidate, table=None)
-        polished = self.judge.near(candidate, found, tries, self.random.randrange(2**31))
-        return min(found, polished, key=lambda one: one.worth)
+    def _polished(self, climb: _Climb, n_left: int) -> Found:
+        """The same cuts in a better order, unless the order is given."""
+        best = climb.best
+        tries = int(_POLISH * self.budget / n_left / _PIECES / max(1, len(best.ran[0])))
+        for _ in range(_PIECES if self.problem.table is None else 0):
+            if self._is_over(climb):
+                break
+            candidate = replace(best.candidate, table=None)
+            polished = self.judge.near(candidate, best, tries, self.random.randrange(2**31))
+            if polished.worth < best.worth:
+                best = climb.best = polished
+        return best
 
 
 def tables(n_devices: int, n_microbatches: int, loops: Sequence[int]) -> Iterator[Schedule]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from fxpipe.ir import Chain, Network
 from fxpipe.passes import search_kernel as kernel
 from fxpipe.passes.search_chain import chain_arrays, links_of
+from fxpipe.passes.search_cut_kernel import cut
 from fxpipe.passes.simulate import rows_of
 from fxpipe.passes.simulate_kernel import run
 from fxpipe.schedule import Schedule
@@ -94,7 +95,7 @@ class Judge:
         """What the kernels take of `candidate`, and the blocks that it computes again."""
         device_of = np.array(candidate.device_of, np.int64)
         prices = np.array([self.prices[step] for step in candidate.prices])
-        return kernel.cut(  # type: ignore[no-any-return]
+        return cut(  # type: ignore[no-any-return]
             self.edges[list(candidate.path)],
             self.problem.n_microbatches,
             device_of,

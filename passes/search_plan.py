@@ -10,7 +10,6 @@ from fxpipe.passes import checkpoints
 from fxpipe.passes.partition_costs import edges_of, evaluate, size_text
 from fxpipe.passes.partition_tidy import MOST_LONGER, REACH
 from fxpipe.passes.search import Search, table_of
-from fxpipe.passes.search_bound import lower_bound_ms
 from fxpipe.passes.search_judge import Found, Judge, SearchProblem
 from fxpipe.schedule import Action, Kind, Schedule
 
@@ -57,7 +56,8 @@ def search(
     )
     _check(problem)
     run = Search(problem, seed=seed, time_limit_s=time_limit_s, progress=progress)
-    plan = _plan(problem, run.judge, tidied(run.judge, run.run()), schedule_name)
+    found = tidied(run.judge, run.run())
+    plan = _plan(problem, run.judge, found, schedule_name, run.bound_ms)
     if lacking(problem, plan) > 0:
         raise PlanError(_does_not_fit(problem, plan))
     return plan
@@ -75,14 +75,13 @@ def _check(problem: SearchProblem) -> None:
         )
 
 
-def _plan(problem: SearchProblem, judge: Judge, found: Found, schedule_name: str) -> Plan:
+def _plan(
+    problem: SearchProblem, judge: Judge, found: Found, schedule_name: str, bound_ms: float
+) -> Plan:
     bounds = tuple(problem.edges[e] for e in found.candidate.path)
     _, again = judge.numbers(found.candidate, found.split)
     segments = tuple(runs(again.tolist(), begin, end) for begin, end in pairwise(bounds))
     checkpoint = checkpoints.place(CheckpointMode.NEVER, len(segments))
-    bound_ms = lower_bound_ms(
-        problem.chain, problem.edges, problem.n_devices, problem.n_microbatches, problem.network
-    )
 
     def plan(table: Schedule) -> Plan:
         estimate = evaluate(

@@ -11,47 +11,12 @@ Actions are numbered in the order in which they start.
 import numpy as np
 
 from fxpipe.jit import compiled
+from fxpipe.passes.simulate_heap_kernel import pop, push
 
 FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
 _ENDS, _ARRIVES, _STARTS = range(3)
 _WHAT, _ACTION = 60, 20  # an event's code in bits: what from 60 on, action from 20 on, message
 _NEVER = np.inf
-
-
-@compiled
-def push(times, codes, size, time, code):  # type: ignore[no-untyped-def]
-    """Put an event into the heap of `size`, which has room for it."""
-    k = size
-    while k > 0:
-        above = (k - 1) >> 1
-        if times[above] < time or (times[above] == time and codes[above] < code):
-            break
-        times[k], codes[k] = times[above], codes[above]
-        k = above
-    times[k], codes[k] = time, code
-
-
-@compiled
-def pop(times, codes, size):  # type: ignore[no-untyped-def]
-    """Take the first event off a heap of `size`: the last one takes its place and sinks."""
-    last = size - 1
-    time, code = times[last], codes[last]
-    k = 0
-    while True:
-        below = 2 * k + 1
-        if below >= last:
-            break
-        other = below + 1
-        if other < last and (
-            times[other] < times[below]
-            or (times[other] == times[below] and codes[other] < codes[below])
-        ):
-            below = other
-        if time < times[below] or (time == times[below] and code < codes[below]):
-            break
-        times[k], codes[k] = times[below], codes[below]
-        k = below
-    times[k], codes[k] = time, code
 
 
 @compiled

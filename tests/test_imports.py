@@ -122,7 +122,7 @@ def passes_that_may_be_imported_by(name: str) -> tuple[str, ...]:
 
     All have a simulator, and the last two have orders to price.
     """
-    simulator = ("fxpipe.passes.simulate", "fxpipe.passes.simulate_kernel")
+    simulator = tuple(other for other in KNOWN if other.startswith("fxpipe.passes.simulate"))
     orders = tuple(other for other in KNOWN if other.startswith("fxpipe.passes.order"))
     if name.startswith("fxpipe.passes.order"):
         return (*orders, *simulator)
@@ -133,7 +133,7 @@ def passes_that_may_be_imported_by(name: str) -> tuple[str, ...]:
         family = (other for other in KNOWN if other.startswith("fxpipe.passes.search"))
         priced = ("checkpoints", "partition_costs", "partition_tidy")
         return (*family, *orders, *simulator, *(f"fxpipe.passes.{part}" for part in priced))
-    return simulator if name == "fxpipe.passes.simulate" else ()
+    return simulator if name in simulator else ()
 
 
 def test_runtime_imports_no_more_than_torch_and_safetensors():

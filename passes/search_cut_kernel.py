@@ -1,0 +1,178 @@
+"""From cuts to the numbers that `simulate_kernel.run` takes, on arrays alone."""
+
+import numpy as np
+
+from fxpipe.jit import compiled
+from fxpipe.passes.partition_costs import FRAGMENTATION
+from fxpipe.passes.simulate_kernel import BACKWARD, FORWARD, INPUT, WEIGHT
+
+
+@compiled
+def sent_here(value, begin, end, producers, read_ends, readers):  # type: ignore[no-untyped-def]
+    """Whether the blocks [begin, end) are sent this value: made before them, read by one."""
+    if value < 0 or producers[value] >= begin:
+        return False
+    for r in range(read_ends[value - 1] if value > 0 else 0, read_ends[value]):
+        if begin <= readers[r] < end:
+            return True
+    return False
+
+
+@compiled
+def static_bytes(begin, end, ends, befores, sizes):  # type: ignore[no-untyped-def]
+    """What the blocks [begin, end) hold between steps; storages that several name count once."""
+    total = 0
+    for k in range(ends[begin - 1] if begin > 0 else 0, ends[end - 1]):
+        if befores[k] < begin:
+            total += sizes[k]
+    return total
+
+
+@compiled
+def stage_memory(  # type: ignore[no-untyped-def]
+    begin, end, price, forward_before, crossing,
+    ends, befores, sizes, values, producers, read_ends, readers, again,
+):  # fmt: skip
+    """What a stage keeps of one micro-batch and what it computes again, where a byte costs `price`.
+
+    Of all ways to compute blocks again, the one with the least ms + price x bytes kept; a run of
+    such blocks keeps what crosses the place before it. The price falls along the stage, so that of
+    blocks that are all alike some can be kept. The blocks are marked in `again`. Returns bytes
+    kept, bytes that come again in all, those of the largest run, ms.
+    """
+    n = end - begin
+    saved = np.zeros(n, np.int64)
+    total = 0
+    for k in range(n):
+        for place in range(ends[begin + k - 1] if begin + k > 0 else 0, ends[begin + k]):
+            if befores[place] < begin and not sent_here(
+                values[place], begin, end, producers, read_ends, readers
+            ):
+                saved[k] += sizes[place]
+        total += saved[k]
+        again[begin + k] = False
+    if price <= 0:
+        return total, 0, 0, 0.0
+    # The best that ends in a block kept (0) or computed again (1), and where it came from.
+    came = np.zeros((n, 2), np.int8)
+    kept_cost, again_cost = 0.0, np.inf
+    for k in range(n):
+        forward = forward_before[begin + k + 1] - forward_before[begin + k]
+        here = price * (1.5 - k / n)
+        begun = kept_cost + (here * crossing[begin + k] if k > 0 else 0.0) + forward
+        went_on = again_cost + forward
+        came[k, 0] = 0 if kept_cost <= again_cost else 1
+        came[k, 1] = 0 if begun < went_on else 1
+        kept_cost = min(kept_cost, again_cost) + here * saved[k]
+        again_cost = min(begun, went_on)
+    state = 0 if kept_cost <= again_cost else 1
+    for k in range(n - 1, -1, -1):
+        again[begin + k] = state == 1
+        state = came[k, state]
+    kept, comes, largest, run, ms = 0, 0, 0, 0, 0.0
+    for k in range(n):
+        if again[begin + k]:
+            if k > 0 and not again[begin + k - 1]:
+                kept += crossing[begin + k]
+                run = 0
+            run += saved[k]
+            comes += saved[k]
+            largest = max(largest, run)
+            ms += forward_before[begin + k + 1] - forward_before[begin + k]
+        else:
+            kept += saved[k]
+    return kept, comes, largest, ms
+
+
+@compiled
+def cut(  # type: ignore[no-untyped-def]
+    bounds, n_microbatches, device_of, prices, split,
+    forward_before, backward_before, weight_before, workspaces, arriving_before, crossing,
+    saved_ends, saved_befores, saved_sizes, saved_values,
+    static_ends, static_befores, static_sizes,
+    producers, value_sizes, gradients, read_ends, readers,
+    latency, per_ms,
+):  # fmt: skip
+    """The numbers of stages with these bounds, stage j on device `device_of[j]`.
+
+    `prices[j]` is what a kept byte costs stage j in ms, 0 where it computes nothing again.
+    """
+    n, n_devices = len(bounds) - 1, len(latency)
+    lasts = np.empty((4, n, 2))
+    keeps, comes_back = np.zeros((n, 2), np.int64), np.zeros((n, 2), np.int64)
+    workspace = np.zeros(n, np.int64)
+    at_rest = np.zeros(n_devices, np.int64)
+    sends_back, received = np.zeros(n, np.bool_), np.zeros(n, np.int64)
+    there, back = np.full((n, n), -1, np.int64), np.full((n, n), -1, np.int64)
+    inputs = np.zeros(n, np.int64)
+    again = np.zeros(bounds[n], np.bool_)
+    for value in range(len(producers)):
+        source = -1
+        if producers[value] >= 0:
+            source = np.searchsorted(bounds, producers[value], side="right") - 1
+        last = source
+        if gradients[value] and source >= 0 and readers[read_ends[value] - 1] == bounds[n]:
+            inputs[source] += value_sizes[value]  # the caller's gradient of the output
+        for r in range(read_ends[value - 1] if value > 0 else 0, read_ends[value]):
+            target = np.searchsorted(bounds, readers[r], side="right") - 1
+            if target <= last or target >= n:
+                continue
+            last = target
+            sends_back[target] = sends_back[target] or gradients[value]
+            if source < 0:
+                inputs[target] += value_sizes[value]
+                continue
+            received[target] += value_sizes[value]
+            there[source, target] = max(there[source, target], 0) + value_sizes[value]
+            if gradients[value]:
+                back[source, target] = max(back[source, target], 0) + value_sizes[value]
+    for j in range(n):
+        begin, end = bounds[j], bounds[j + 1]
+        forward = forward_before[end] - forward_before[begin]
+        backward = backward_before[end] - backward_before[begin]
+        weight = weight_before[end] - weight_before[begin] if sends_back[j] else backward
+        kept, comes, largest, again_ms = stage_memory(
+            begin, end, prices[j], forward_before, crossing,
+            saved_ends, saved_befores, saved_sizes, saved_values,
+            producers, read_ends, readers, again,
+        )  # fmt: skip
+        static = static_bytes(begin, end, static_ends, static_befores, static_sizes)
+        at_rest[device_of[j]] += static
+        for k in range(2):
+            lasts[FORWARD, j, k] = forward
+            lasts[BACKWARD, j, k] = backward + again_ms
+            lasts[INPUT, j, k] = backward + again_ms - weight
+            lasts[WEIGHT, j, k] = weight
+            keeps[j, k] = inputs[j] + kept
+            comes_back[j, k] = largest
+            if split[j]:
+                # Between its halves a backward holds all that was computed again.
+                comes_back[j, k] = comes + arriving_before[end] - arriving_before[begin]
+        for k in range(begin, end):
+            workspace[j] = max(workspace[j], workspaces[k])
+        if workspace[j] > 0:
+            # As partition_costs has it, but for what it knows not to be there at the same time.
+            workspace[j] += received[j] + int(np.ceil(FRAGMENTATION * (static + kept + comes)))
+    outbox_ends = np.zeros(2 * n, np.int64)
+    receivers = np.empty(n * n, np.int64)
+    sizes, transfers = np.empty(n * n, np.int64), np.empty(n * n)
+    n_slots = 0
+    for box in range(2 * n):
+        j = box // 2
+        for step in range(1, n):  # nearest first
+            other = j + step if box % 2 == 0 else j - step
+            if other < 0 or other >= n or device_of[other] == device_of[j]:
+                continue
+            size = there[j, other] if box % 2 == 0 else back[other, j]
+            if size >= 0:
+                d, e = device_of[j], device_of[other]
+                receivers[n_slots], sizes[n_slots] = other, size
+                transfers[n_slots] = latency[d, e] + size / per_ms[d, e]
+                n_slots += 1
+        outbox_ends[box] = n_slots
+    recompute = np.zeros((n, n_microbatches), np.bool_)
+    numbers = (
+        device_of, lasts, keeps, comes_back, workspace, recompute, outbox_ends,
+        receivers[:n_slots], sizes[:n_slots], transfers[:n_slots], at_rest,
+    )  # fmt: skip
+    return numbers, again
