@@ -55,6 +55,7 @@ def compile(
     topology: str | None = None,
     time_limit_s: float = TIME_LIMIT_S,
     seed: int = 0,
+    workers: int | None = None,
     allow_graph_breaks: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Package:
@@ -69,8 +70,8 @@ def compile(
     except_last or always, `solver` dp, beam or cpsat.
 
     With `schedule="auto"` cuts, stages a device, map and order are searched together for
-    `time_limit_s`, with chance from `seed`; with `checkpoint="auto"` so are the parts of stages
-    that are computed again in backward, for a named schedule too.
+    `time_limit_s` by `workers` threads, with chance from `seed`; with `checkpoint="auto"` so are
+    the parts of stages that are computed again in backward, for a named schedule too.
 
     A given `profile` must be of the same model
     and micro-batch; text such as `analytic:h100` has it worked out for that device, and a model
@@ -130,6 +131,7 @@ def compile(
                     loops=loops,
                     solver=solver,
                     seed=seed,
+                    workers=workers,
                     time_limit_s=time_limit_s / len(counts),
                     progress=lambda ms: progress(f"partition: {ms:.3f} ms"),
                 )
@@ -172,6 +174,7 @@ def _planned(
     loops: int | None,
     solver: str,
     seed: int,
+    workers: int | None,
     time_limit_s: float,
     progress: Callable[[float], None],
 ) -> Plan:
@@ -190,6 +193,7 @@ def _planned(
             table=table,
             schedule_name=name,
             seed=seed,
+            n_workers=workers,
             time_limit_s=time_limit_s,
             progress=progress,
         )

@@ -12,7 +12,7 @@ try:
     from numba import njit
 except ImportError:  # as on machines that run packages but plan none
 
-    def njit(*, cache: bool) -> Any:  # type: ignore[no-redef]
+    def njit(**_: bool) -> Any:  # type: ignore[no-redef]
         """Leave functions as they are."""
         return lambda function: function
 
@@ -28,7 +28,10 @@ _DIGEST = _digest()
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, of numbers and arrays alone, as machine code, kept on disk between runs."""
+    """`function`, of numbers and arrays alone, as machine code, kept on disk between runs.
+
+    Threads run it side by side.
+    """
     function.__qualname__ += f"_{_DIGEST}"
-    made: Callable[..., Any] = njit(cache=True)(function)
+    made: Callable[..., Any] = njit(cache=True, nogil=True)(function)
     return made

@@ -99,6 +99,7 @@ def answered(
     schedule: str | Schedule,
     *,
     seed: int,
+    workers: int | None,
     time_limit_s: float,
     progress: Callable[[float], None] = lambda _: None,
 ) -> Answer:
@@ -123,6 +124,7 @@ def answered(
         loops=LOOPS if q.loops is None else (q.loops,),
         table=table,
         seed=seed,
+        n_workers=workers,
         time_limit_s=time_limit_s,
         progress=progress,
     )

@@ -57,7 +57,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A candidate, what it is worth (bytes over, ms) and the step that ran."""
+    """A candidate, what it is worth (bytes over, ms), the step that ran, and the actions
+    that were simulated to find it."""
 
     worth: tuple[int, float]
     candidate: Candidate
@@ -66,10 +67,11 @@ class Found:
     rank: Any
     room: Any
     ran: Any
+    work: int
 
 
 class Judge:
-    """Tells what candidates are worth, and counts the work."""
+    """Tells what candidates are worth; several threads may ask."""
 
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
@@ -78,7 +80,6 @@ class Judge:
         self.capacity = np.array(problem.capacity_bytes, np.int64)
         self.edges = np.array(problem.edges, np.int64)
         self.prices = self._prices()
-        self.work = 0
         self._rows: dict[int, tuple[Schedule, Any]] = {}
 
     def _prices(self) -> list[float]:
@@ -120,8 +121,8 @@ class Judge:
             np.array([patience for _, patience in policies]),
             rounds,
         )
-        self.work += work
-        return Found((int(over), float(step_ms)), candidate, numbers, split, rank, room, ran)
+        worth = int(over), float(step_ms)
+        return Found(worth, candidate, numbers, split, rank, room, ran, work)
 
     def near(self, candidate: Candidate, found: Found, tries: int, seed: int) -> Found:
         """The best step of `candidate` from what `found`, with as many stages, began with."""
@@ -129,8 +130,8 @@ class Judge:
         over, step_ms, work, rank, room, ran = kernel.polish(
             numbers, found.split, self.capacity, found.rank, found.room, tries, seed
         )
-        self.work += work
-        return Found((int(over), float(step_ms)), candidate, numbers, found.split, rank, room, ran)
+        worth = int(over), float(step_ms)
+        return Found(worth, candidate, numbers, found.split, rank, room, ran, work)
 
     def _following(self, candidate: Candidate, table: Schedule) -> Found:
         split = np.zeros(len(candidate.device_of), np.bool_)
@@ -149,11 +150,10 @@ class Judge:
             *numbers,
             False,
         )
-        self.work += len(ran[0])
         over, step_ms = kernel.judge(ran, len(ran[0]), self.capacity)
         rank = kernel.latest_starts(*ran[:6], numbers, len(self.capacity))
         worth = int(over), float(step_ms)
-        return Found(worth, candidate, numbers, split, rank, self.capacity, ran)
+        return Found(worth, candidate, numbers, split, rank, self.capacity, ran, len(ran[0]))
 
 
 def shapes(n_devices: int, loops: Sequence[int]) -> list[tuple[int, ...]]:

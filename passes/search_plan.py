@@ -1,5 +1,6 @@
 """From what the search found to a plan: its table, its segments, its estimate, its bound."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -32,15 +33,16 @@ def search(
     schedule_name: str = NAME,
     seed: int = 0,
     time_limit_s: float = TIME_LIMIT_S,
+    n_workers: int | None = None,
     progress: Callable[[float], None] = lambda _: None,
 ) -> Plan:
     """Cuts, stages a device, map, order and recomputation with a short simulated step that fits.
 
     With `recompute`, blocks are computed again where that pays. `loops` are the numbers of stages a
     device that are tried; with a `table`, of the schedule of that name, its order stands.
-    `progress` is told each better step in ms. The same `seed` and `time_limit_s` give the same plan
-    on a machine that is fast enough to do the work of that time. Raises PlanError where nothing
-    that was found fits.
+    `progress` is told each better step in ms. The same `seed`, `time_limit_s` and `n_workers` (by
+    default a thread for each core, four at most) give the same plan on a machine that is fast
+    enough to do the work of that time. Raises PlanError where nothing that was found fits.
     """
     problem = SearchProblem(
         chain=chain,
@@ -55,12 +57,23 @@ def search(
         table=table,
     )
     _check(problem)
-    run = Search(problem, seed=seed, time_limit_s=time_limit_s, progress=progress)
+    run = Search(
+        problem,
+        seed=seed,
+        time_limit_s=time_limit_s,
+        n_workers=n_workers or usual_workers(),
+        progress=progress,
+    )
     found = tidied(run.judge, run.run())
     plan = _plan(problem, run.judge, found, schedule_name, run.bound_ms)
     if lacking(problem, plan) > 0:
         raise PlanError(_does_not_fit(problem, plan))
     return plan
+
+
+def usual_workers() -> int:
+    """Threads of a search where nothing is said."""
+    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
 
 
 def _check(problem: SearchProblem) -> None:

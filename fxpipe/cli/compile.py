@@ -115,6 +115,9 @@ def compile_command(
         float, typer.Option(min=0.1, help="Seconds for the search, if anything is auto.")
     ] = 30.0,
     seed: Annotated[int, typer.Option(help="Of the search's chance.")] = 0,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Threads of the search [default: cores, at most 4]")
+    ] = None,
     allow_graph_breaks: Annotated[
         bool,
         typer.Option(
@@ -175,6 +178,7 @@ def compile_command(
                 topology=topology,
                 time_limit_s=time_limit,
                 seed=seed,
+                workers=workers,
                 allow_graph_breaks=allow_graph_breaks,
                 progress=progress,
             )

@@ -67,6 +67,9 @@ def plan_command(
     ] = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for the search.")] = 30.0,
     seed: Annotated[int, typer.Option(help="Of the search's chance.")] = 0,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Threads of the search [default: cores, at most 4]")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare plans of TARGET, or of a bare chain: schedule, cuts, step, bubble, peak, gap."""
@@ -100,7 +103,12 @@ def plan_command(
         order = Schedule.read(schedule) if schedule and schedule.endswith(".csv") else schedule
         with BestSoFar() as progress:
             found = answered(
-                question, order or "auto", seed=seed, time_limit_s=time_limit, progress=progress
+                question,
+                order or "auto",
+                seed=seed,
+                workers=workers,
+                time_limit_s=time_limit,
+                progress=progress,
             )
         others = [] if schedule else list(named(question))
         answer(

@@ -1,0 +1,75 @@
+"""The search's moves: from one candidate to another near it."""
+
+from dataclasses import replace
+from random import Random
+
+from fxpipe.passes.search_judge import Candidate, Path, SearchProblem, spread
+
+_FARTHEST = 10
+
+
+def moved(candidate: Candidate, problem: SearchProblem, n_prices: int, random: Random) -> Candidate:
+    """One random move; the candidate itself where there is nothing to move."""
+    kind = random.random()
+    if n_prices > 1 and kind < 0.2:
+        return replace(candidate, prices=_priced(candidate.prices, n_prices, random))
+    if len(candidate.path) == 2:
+        return candidate
+    if candidate.table is None and kind > 0.7:
+        return _placed(candidate, problem, random)
+    return replace(candidate, path=_shifted(candidate.path, random))
+
+
+def _priced(prices: tuple[int, ...], n_prices: int, random: Random) -> tuple[int, ...]:
+    """Memory is dearer or cheaper for one stage, or for all."""
+    step = random.choice((-3, -1, 1, 3))
+    one = random.randrange(2 * len(prices))
+    last = n_prices - 1
+    return tuple(
+        min(max(price + step, 0), last) if j == one or one >= len(prices) else price
+        for j, price in enumerate(prices)
+    )
+
+
+def _placed(candidate: Candidate, problem: SearchProblem, random: Random) -> Candidate:
+    """Stages elsewhere: two change places, one moves, is cut in two or joined to the next."""
+    path, device_of, prices = map(list, (candidate.path, candidate.device_of, candidate.prices))
+    n, p = len(device_of), problem.n_devices
+    j, k = random.randrange(n), random.randrange(n)
+    kind = random.choice(("swap", "move", "cut", "join"))
+    if kind == "swap":
+        device_of[j], device_of[k] = device_of[k], device_of[j]
+    elif kind == "move":
+        device_of[j] = random.randrange(p)
+    elif kind == "cut":
+        if path[j + 1] - path[j] > 1 and n < p * max(problem.loops):
+            path.insert(j + 1, random.randrange(path[j] + 1, path[j + 1]))
+            device_of.insert(j + random.randrange(2), random.randrange(p))
+            prices.insert(j, prices[j])
+    elif j + 1 < n:
+        del path[j + 1]
+        del device_of[j + random.randrange(2)]
+        del prices[j]
+    if len(set(device_of)) < p:  # every device has a stage
+        return candidate
+    return replace(candidate, path=tuple(path), device_of=tuple(device_of), prices=tuple(prices))
+
+
+def _shifted(path: Path, random: Random) -> Path:
+    """Bounds moved: one by some places with the others in proportion, or a few together."""
+    end, n = path[-1], len(path) - 1
+    j = random.randrange(1, n)
+    step = random.choice((-1, 1)) * random.randint(1, _FARTHEST)
+    moved = [*path]
+    kind = random.random()
+    if kind < 0.4:  # the others in proportion
+        to = min(max(path[j] + step, j), end - (n - j))
+        moved[1:j] = [round(e * to / path[j]) for e in path[1:j]]
+        after = (end - to) / (end - path[j])
+        moved[j + 1 : -1] = [end - round((end - e) * after) for e in path[j + 1 : -1]]
+        moved[j] = to
+    else:  # one alone, or a few together
+        last = j if kind < 0.7 else random.randrange(j, n)
+        for k in range(j, last + 1):
+            moved[k] += step
+    return spread(moved, end)
