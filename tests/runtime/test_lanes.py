@@ -42,10 +42,11 @@ def test_a_lane_per_device_kept_over_calls_and_gone_with_the_pipeline(tmp_path):
     _, pipe = both(tmp_path, SKIPS)
     before = _lanes()
     pipe(*SKIPS.inputs())
-    threads = _lanes()
-    assert len(threads) == len(before) + 4
+    # Lanes of a test before this one may end at any time.
+    threads = [thread for thread in _lanes() if thread not in before]
+    assert len(threads) == 4
     pipe.step(*SKIPS.inputs(), loss_fn=mean_loss)
-    assert _lanes() == threads
+    assert [thread for thread in _lanes() if thread not in before] == threads
     gc.disable()
     try:
         del pipe
