@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from fxpipe import errors
 
 if TYPE_CHECKING:
+    from fxpipe import checkpoint
     from fxpipe.compiler import compile
     from fxpipe.memory import without_memory
     from fxpipe.package import Package
@@ -26,6 +27,7 @@ __all__ = [
     "Pipeline",
     "Runner",
     "Schedule",
+    "checkpoint",
     "compile",
     "errors",
     "load",
@@ -46,6 +48,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "checkpoint":
+        return importlib.import_module("fxpipe.checkpoint")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'fxpipe' has no attribute {name!r}")

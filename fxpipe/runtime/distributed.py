@@ -6,8 +6,7 @@ rank lands in the call's outbox and is sent once the action is done.
 
 import hashlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, NoReturn, TypeVar
@@ -111,7 +110,7 @@ class DistributedPipeline(Pipeline):
             )
         microbatch.refuse_unmergeable(self._manifest, self.training)
         inputs, meeting = self._meet("an input", args, kwargs, ())
-        with self._telling():
+        with self._ranks.telling():
             rows, call = self._enter(inputs, meeting)
             self._run_row(Step(call, lambda i: None, frozenset()), call, meeting, backward=False)
             output = self._merged(call, inputs or (), rows) if self.is_last else None
@@ -138,7 +137,7 @@ class DistributedPipeline(Pipeline):
             raise InputError("step computes gradients: call it outside of torch.no_grad()")
         scaled = scaler is not None and scaler.is_enabled()
         inputs, meeting = self._meet("a step", args, kwargs, (_place(loss_fn), scaled))
-        with self._telling():
+        with self._ranks.telling():
             rows, call = self._enter(inputs, meeting)
             step, objective = self._new_step(call, rows, target, loss_fn, scaler)
             with self._shared.collected(self._state.parameters(self)):
@@ -161,7 +160,7 @@ class DistributedPipeline(Pipeline):
             for name, parameter in self.named_parameters()
             if parameter.grad is not None and owned[first[name]][0] == self._ranks.rank
         ]
-        with self._telling():
+        with self._ranks.telling():
             own = float(nn.utils.get_total_norm(gradients, norm_type))
             norms = torch.tensor(self._ranks.gather(own), dtype=torch.float64)
         total: Tensor = torch.linalg.vector_norm(norms, norm_type)
@@ -184,15 +183,6 @@ class DistributedPipeline(Pipeline):
         }
         return Wires(wires.reads, readers)
 
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Let the other ranks hear of it if the block fails."""
-        try:
-            yield
-        except BaseException as error:
-            self._ranks.fail(error)
-            raise
-
     def _meet(
         self,
         what: str,
@@ -202,7 +192,7 @@ class DistributedPipeline(Pipeline):
     ) -> tuple[list[Tensor] | None, Meeting]:
         """This rank's inputs, if it has some, and what all agree on. Raises InputError."""
         inputs, given, problem = None, None, None
-        with self._telling():
+        with self._ranks.telling():
             try:
                 inputs, given = self._given(args, kwargs)
             except InputError as error:

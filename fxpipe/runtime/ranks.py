@@ -11,8 +11,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import TypeVar
@@ -142,6 +142,15 @@ class Ranks:
         for event in left.values():
             while not event.wait(_LOOK_S):
                 check()
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Let the other ranks hear of it if the block fails."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one ends for `error`, unless it does since it was told.

@@ -7,6 +7,7 @@ import torch
 import toys
 from torch import Tensor, nn
 
+from fxpipe import checkpoint
 from fxpipe.runtime import load
 from fxpipe.runtime.distributed import DistributedPipeline
 
@@ -267,3 +268,34 @@ def _fail_at(i: int) -> object:
 
 def _bad_loss(output: Tensor, _: object) -> Tensor:
     raise ZeroDivisionError("no rows")
+
+
+def saved(folder: Path, name: str, m: int, path: Path) -> str:
+    """Two steps under this plan, then a checkpoint."""
+    toy = toys.TOYS[name]
+    _, pipe = pair(folder, toy)
+    optimizer = torch.optim.AdamW(pipe.parameters(), 0.05)
+    for _ in range(2):
+        optimizer.zero_grad()
+        pipe.step(*toy.inputs(), loss_fn=toys.mean_loss)
+        optimizer.step()
+    checkpoint.save(path, pipe, optimizer, {"step": 2, "rank": pipe._ranks.rank})
+    return "saved"
+
+
+def resumed(folder: Path, name: str, m: int, path: Path) -> str:
+    """A third step under this plan gives what three give the plain model."""
+    toy = toys.TOYS[name]
+    model, pipe = pair(folder, toy)
+    plain = torch.optim.AdamW(model.parameters(), 0.05)
+    for _ in range(3):
+        plain.zero_grad()
+        toys.plain_step(toy, model, toy.inputs(), m)
+        plain.step()
+    optimizer = torch.optim.AdamW(pipe.parameters(), 1.0)
+    assert checkpoint.load(path, pipe, optimizer) == {"step": 2, "rank": 0}
+    pipe.step(*toy.inputs(), loss_fn=toys.mean_loss)
+    optimizer.step()
+    values = dict(model.named_parameters())
+    assert all(toys.same(p, values[name]) for name, p in pipe.named_parameters())
+    return "equal"

@@ -1,0 +1,223 @@
+"""Checkpoints of a training run, by `torch.distributed.checkpoint`, under the original names.
+
+    fxpipe.checkpoint.save("run/last", pipe, optimizer, {"step": step})
+    extra = fxpipe.checkpoint.load("run/last", pipe, optimizer)
+
+Saved under one plan, a checkpoint is loaded under another: other stages, another schedule, more
+processes or one; the plain model itself can load it too. Of a weight that several processes hold
+one copy is written. A folder that a process died over is never taken for a whole checkpoint.
+"""
+
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from fxpipe.errors import WeightsError
+from fxpipe.runtime import weights
+from fxpipe.runtime.distributed import DistributedPipeline
+from fxpipe.runtime.ranks import Ranks
+
+# What separates a parameter's name from a key of its optimizer state: no name has it.
+_SLASH = "/"
+
+
+def save(
+    path: str | Path,
+    pipe: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: object = None,
+) -> None:
+    """Write weights, buffers, the optimizer's state and `extra` into the folder `path`.
+
+    All ranks of a pipeline over processes call it together, on a file system that they share;
+    `extra` is the first one's. What stood there stays until the new one is whole. Raises
+    WeightsError and OSError.
+    """
+    folder, ranks = Path(path), _ranks(pipe)
+    writing, before = _beside(folder, "writing"), _beside(folder, "before")
+    with _telling(ranks):
+        state: dict[str, Any] = {"model": dict(pipe.state_dict())}
+        if optimizer is not None:
+            state["optimizer"] = _optimizer_state(pipe, optimizer)
+        if _is_first(ranks):
+            state["extra"] = SimpleNamespace(value=extra)
+            for left in (writing, before) if folder.exists() else (writing,):
+                shutil.rmtree(left, ignore_errors=True)
+            writing.mkdir(parents=True)
+        _barrier(ranks)
+        writer = partial(dcp_save, state, checkpoint_id=writing)
+        _together(ranks, f"{path} can't be written", writer)
+        if _is_first(ranks):
+            if folder.exists():
+                folder.rename(before)
+            writing.rename(folder)
+            shutil.rmtree(before, ignore_errors=True)
+        _barrier(ranks)
+
+
+def load(path: str | Path, pipe: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    """Load what `save` wrote into `pipe` and `optimizer`, in place; gives `extra` back.
+
+    Nothing is loaded unless all keys and shapes fit. Raises WeightsError.
+    """
+    folder, ranks = Path(path), _ranks(pipe)
+    if not folder.exists() and _beside(folder, "before").exists():
+        folder = _beside(folder, "before")  # the process died as it put the new one in its place
+    with _telling(ranks):
+        reader = FileSystemReader(folder)
+        try:
+            metadata = reader.read_metadata()
+        except OSError as error:
+            raise WeightsError(f"{path} is no whole checkpoint: {error}") from error
+        model = dict(pipe.state_dict())
+        _check(metadata, model, str(path))
+        wanted: dict[str, Any] = {"model": model, "extra": None}
+        if optimizer is not None:
+            wanted["optimizer"] = _templates(metadata, pipe, optimizer, str(path))
+        loader = partial(dcp_load, wanted, storage_reader=reader)
+        _together(ranks, f"{path} can't be read", loader)
+        pipe.load_state_dict(wanted["model"])
+        if optimizer is not None:
+            _give_state(pipe, optimizer, wanted["optimizer"])
+    return wanted["extra"].value
+
+
+def _ranks(pipe: nn.Module) -> Ranks | None:
+    return pipe._ranks if isinstance(pipe, DistributedPipeline) else None
+
+
+def _telling(ranks: Ranks | None) -> AbstractContextManager[None]:
+    return nullcontext() if ranks is None else ranks.telling()
+
+
+def _is_first(ranks: Ranks | None) -> bool:
+    return ranks is None or ranks.rank == 0
+
+
+def _together(ranks: Ranks | None, what: str, run: Callable[..., object]) -> None:
+    """Run a call of torch's that all ranks make. Raises WeightsError, alike on all."""
+    failed: list[CheckpointException] = []
+
+    def collective() -> None:
+        try:
+            run(process_group=None if ranks is None else ranks.group, no_dist=ranks is None)
+        except CheckpointException as error:
+            failed.append(error)
+
+    if ranks is not None:
+        ranks.together(collective)
+    else:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            collective()
+    if failed:
+        raise WeightsError(f"{what}: {failed[0]}") from failed[0]
+
+
+def _barrier(ranks: Ranks | None) -> None:
+    if ranks is not None:
+        ranks.gather(None)
+
+
+def _beside(folder: Path, what: str) -> Path:
+    return folder.with_name(f".{folder.name}.{what}")
+
+
+def _check(metadata: Metadata, model: Mapping[str, Any], path: str) -> None:
+    """Raise WeightsError unless each tensor of the model is there, with its shape."""
+    sizes = {
+        key.removeprefix("model."): found.size
+        for key, found in metadata.state_dict_metadata.items()
+        if key.startswith("model.") and not isinstance(found, BytesStorageMetadata)
+    }
+    tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
+    given = {name: size for name, size in sizes.items() if name in tensors}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    weights.check(shapes, given, given.__getitem__, True, path)
+
+
+def _names(pipe: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
+    """The original names of what the optimizer trains."""
+    names: dict[Tensor, str] = {tensor: name for name, tensor in pipe.named_parameters()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+    if foreign:
+        raise WeightsError(
+            f"the optimizer trains a parameter of shape {list(foreign[0].shape)} that is none of "
+            "the pipeline's: save it with one over pipe.parameters()"
+        )
+    return names
+
+
+def _optimizer_state(pipe: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """By parameter and key, its state; by parameter, its group's settings."""
+    names = _names(pipe, optimizer)
+    found: dict[str, Any] = {}
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        whole = SimpleNamespace(value=settings)  # a dict would be taken apart
+        for parameter in group["params"]:
+            name = names[parameter]
+            found[name] = whole
+            for key, value in optimizer.state.get(parameter, {}).items():
+                found[f"{name}{_SLASH}{key}"] = value
+    return found
+
+
+def _templates(
+    metadata: Metadata, pipe: nn.Module, optimizer: torch.optim.Optimizer, path: str
+) -> dict[str, Any]:
+    """What there is to load of the optimizer's own parameters."""
+    names = set(_names(pipe, optimizer).values())
+    found: dict[str, Any] = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        own = key.removeprefix("optimizer.")
+        if own != key and own.partition(_SLASH)[0] in names:
+            found[own] = (
+                torch.empty(stored.size, dtype=stored.properties.dtype)
+                if isinstance(stored, TensorStorageMetadata)
+                else None
+            )
+    trained = {_names(pipe, optimizer)[p] for g in optimizer.param_groups for p in g["params"]}
+    missing = sorted(trained - found.keys())
+    if missing:
+        raise WeightsError(
+            f"{path} has no optimizer state of {len(missing)} parameters: {', '.join(missing[:8])}"
+        )
+    return found
+
+
+def _give_state(
+    pipe: nn.Module, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]
+) -> None:
+    """Hand it to the optimizer, as its own `state_dict` would have it."""
+    names = _names(pipe, optimizer)
+    by_name: dict[str, dict[str, Any]] = {}
+    for key, value in loaded.items():
+        name, slash, field = key.partition(_SLASH)
+        if slash:
+            by_name.setdefault(name, {})[field] = value
+    groups, states, place = [], {}, 0
+    for group in optimizer.param_groups:
+        own = [names[parameter] for parameter in group["params"]]
+        settings = loaded[own[0]].value if own else {}
+        groups.append({**settings, "params": list(range(place, place + len(own)))})
+        states.update({place + k: by_name[name] for k, name in enumerate(own) if name in by_name})
+        place += len(own)
+    optimizer.load_state_dict({"state": states, "param_groups": groups})

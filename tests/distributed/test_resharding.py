@@ -1,0 +1,41 @@
+"""A run goes on under another plan: other stages on other ranks, another schedule, one process."""
+
+import jobs
+import pytest
+import torch
+import toys
+
+from fxpipe import checkpoint
+from fxpipe.runtime import load
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [("tied", (1, 0, 0)), ("skips", (0, 1, 1, 0)), ("chain", (0, 0, 1))]
+)
+def test_saved_under_one_plan_resumed_under_others(two, tmp_path, name, devices):
+    toy, n = toys.TOYS[name], len(devices)
+    plans = [tmp_path / "one", tmp_path / "two", tmp_path / "three"]
+    for plan, lanes in zip(plans, ((0, 1, 0, 1)[:n], devices, tuple(range(n))), strict=True):
+        plan.mkdir()
+        toys.write(plan, toy, 3, devices=lanes)
+    path = tmp_path / "last"
+    assert two.run(jobs.saved, plans[0], name, 3, path) == ["saved"] * 2
+    assert two.run(jobs.resumed, plans[1], name, 3, path) == ["equal"] * 2
+    pipe = load(plans[2])
+    optimizer = torch.optim.AdamW(pipe.parameters(), 1.0)
+    assert checkpoint.load(path, pipe, optimizer) == {"step": 2, "rank": 0}
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+
+
+def test_one_process_saves_for_two(two, tmp_path):
+    toys.write(tmp_path, toys.TIED, 3, devices=(0, 1, 1))
+    _, pipe = toys.both(tmp_path, toys.TIED, m=3, devices=(0, 1, 1))
+    optimizer = torch.optim.AdamW(pipe.parameters(), 0.05)
+    for _ in range(2):
+        optimizer.zero_grad()
+        pipe.step(*toys.TIED.inputs(), loss_fn=toys.mean_loss)
+        optimizer.step()
+    path = tmp_path / "last"
+    checkpoint.save(path, pipe, optimizer, {"step": 2, "rank": 0})
+    assert two.run(jobs.resumed, tmp_path, "tied", 3, path) == ["equal"] * 2

@@ -1,0 +1,98 @@
+"""A checkpoint in one process: what is loaded goes on as what was saved would have."""
+
+import shutil
+
+import pytest
+import torch
+import toys
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import WeightsError
+from fxpipe.runtime import load
+
+
+def trained(model: nn.Module, steps: int, optimizer: torch.optim.Optimizer) -> None:
+    (x,) = toys.CHAIN.inputs()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        toys.mean_loss(model(x)).backward()
+        optimizer.step()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    last = [p for name, p in model.named_parameters() if "last" in name]
+    others = [p for name, p in model.named_parameters() if "last" not in name]
+    return torch.optim.AdamW([{"params": others, "lr": 0.05}, {"params": last}], 0.01)
+
+
+def test_it_goes_on_as_if_it_had_not_stopped(tmp_path):
+    model, pipe = toys.both(tmp_path, toys.CHAIN)
+    plain, optimizer = adam(model), adam(pipe)
+    trained(model, 3, plain)
+    trained(pipe, 2, optimizer)
+    fxpipe.checkpoint.save(tmp_path / "last", pipe, optimizer, {"step": 2})
+    again = load(tmp_path)
+    resumed = torch.optim.AdamW([{"params": g["params"]} for g in adam(again).param_groups], 1.0)
+    assert fxpipe.checkpoint.load(tmp_path / "last", again, resumed) == {"step": 2}
+    assert [group["lr"] for group in resumed.param_groups] == [0.05, 0.01]
+    trained(again, 1, resumed)
+    values = dict(model.named_parameters())
+    assert all(toys.same(p, values[name]) for name, p in again.named_parameters())
+
+
+def test_the_plain_model_loads_a_pipelines_and_the_other_way_round(tmp_path):
+    model, pipe = toys.both(tmp_path, toys.TIED, devices=(0, 1, 1))
+    fxpipe.checkpoint.save(tmp_path / "one", pipe)
+    other = toys.TIED.model().double()
+    fxpipe.checkpoint.load(tmp_path / "one", other)
+    assert all(
+        torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True)
+    )
+    with torch.no_grad():
+        other.mid.bias.add_(1.0)
+    fxpipe.checkpoint.save(tmp_path / "two", other)
+    fxpipe.checkpoint.load(tmp_path / "two", pipe)
+    assert torch.equal(pipe.state_dict()["mid.bias"], other.mid.bias)
+
+
+def test_the_one_before_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
+    _, pipe = toys.both(tmp_path, toys.CHAIN)
+    path = tmp_path / "last"
+    fxpipe.checkpoint.save(path, pipe, extra=1)
+
+    def dies(*_: object, **__: object) -> None:
+        raise RuntimeError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.distributed.checkpoint.FileSystemWriter.finish", dies)
+        with pytest.raises(WeightsError, match="no space left"):
+            fxpipe.checkpoint.save(path, pipe, extra=2)
+    assert fxpipe.checkpoint.load(path, pipe) == 1
+    fxpipe.checkpoint.save(path, pipe, extra=3)
+    assert fxpipe.checkpoint.load(path, pipe) == 3
+    # As if the process had died between the old one's going and the new one's coming.
+    path.rename(tmp_path / ".last.before")
+    assert fxpipe.checkpoint.load(path, pipe) == 3
+    fxpipe.checkpoint.save(path, pipe, extra=4)
+    assert fxpipe.checkpoint.load(path, pipe) == 4
+    assert not [child for child in tmp_path.iterdir() if child.name.startswith(".last")]
+
+
+def test_what_is_not_whole_or_does_not_fit_loads_nothing(tmp_path):
+    _, pipe = toys.both(tmp_path, toys.CHAIN)
+    path = tmp_path / "last"
+    with pytest.raises(WeightsError, match="is no whole checkpoint"):
+        fxpipe.checkpoint.load(path, pipe)
+    fxpipe.checkpoint.save(path, pipe)
+    shutil.copytree(path, tmp_path / "half")
+    (tmp_path / "half" / ".metadata").unlink()
+    with pytest.raises(WeightsError, match="is no whole checkpoint"):
+        fxpipe.checkpoint.load(tmp_path / "half", pipe)
+    with pytest.raises(WeightsError, match=r"no optimizer state of 8 parameters: body.stages.bias"):
+        fxpipe.checkpoint.load(path, pipe, adam(pipe))
+    with pytest.raises(WeightsError, match=r"first\.weight: expected"):
+        fxpipe.checkpoint.load(path, nn.ModuleDict({"first": nn.Linear(3, 7)}))
+    foreign = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    with pytest.raises(WeightsError, match=r"a parameter of shape \[2\]"):
+        fxpipe.checkpoint.save(path, pipe, foreign)
