@@ -1,4 +1,4 @@
-"""Executes a package: one process, a lane per device."""
+"""Executes a package: in one process with a lane per device, or in a process per device."""
 
 from fxpipe.runtime.package import load
 from fxpipe.runtime.pipeline import Pipeline

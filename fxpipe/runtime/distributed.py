@@ -8,8 +8,8 @@ import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any, Literal, NoReturn, TypeVar
+from functools import partial
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,22 +23,21 @@ from fxpipe.runtime.closure import running
 from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.exchange import Exchange, Layout
 from fxpipe.runtime.fit import sizes_of
-from fxpipe.runtime.manifest import UNKNOWN, EstimateSpec, Manifest, TensorSpec
+from fxpipe.runtime.manifest import EstimateSpec, Manifest
 from fxpipe.runtime.meeting import Given, Word, agreed
-from fxpipe.runtime.messages import Message, Receive, Row, Send, check_messages, rank_rows
+from fxpipe.runtime.messages import Message, Receive, Send
 from fxpipe.runtime.overflow import share_overflow
 from fxpipe.runtime.pipeline import Pipeline
 from fxpipe.runtime.portal import CALLER, Wires, add_gradients
 from fxpipe.runtime.random import RandomStream, microbatch_seeds
+from fxpipe.runtime.rank_plan import RankPlan
 from fxpipe.runtime.ranks import Ranks
 from fxpipe.runtime.room import check_room
 from fxpipe.runtime.shared_weights import SharedWeights, first_names, holders
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import Device
-from fxpipe.schedule import Action, Kind, Schedule
-
-T = TypeVar("T")
+from fxpipe.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +77,11 @@ class DistributedPipeline(Pipeline):
         self._homes = (*homes, homes[-1])
         self._everywhere = stages
         self._gives_all = outputs == "all"
-        self._all_wires = self._wires
+        self._plan = RankPlan(manifest, schedule, self._wires)
         self._wires = {mode: self._own(wires) for mode, wires in self._wires.items()}
         self._estimate = _of_rank(manifest.estimate, rank)
         self._shared = SharedWeights(manifest, own, ranks)
         self._layouts: dict[object, Mapping[Message, Layout | None]] = {}
-        self._rows: dict[tuple[int, bool, bool], tuple[Row, ...]] = {}
-        check_messages(self._rows_of(manifest.microbatches, training=True, backward=True))
 
     def equalize(self) -> None:
         """Give parameters that several ranks hold the values that the first of them has."""
@@ -203,7 +200,9 @@ class DistributedPipeline(Pipeline):
             own = (ambient.autocast, digest, *kind)
             words = self._ranks.gather(Word(what, self.training, given, problem, own))
         found = agreed(words)
-        return inputs, Meeting(found, (what, self.training, found, *(word.kind for word in words)))
+        # Sizes are no part of it: the shapes are the plan's.
+        alike = (what, self.training, len(found.rows), found.dtypes, found.gradients)
+        return inputs, Meeting(found, (*alike, *(word.kind for word in words)))
 
     def _given(
         self, args: Sequence[object], kwargs: Mapping[str, object]
@@ -245,9 +244,9 @@ class DistributedPipeline(Pipeline):
 
     def _run_row(self, step: Step, call: Call, meeting: Meeting, backward: bool) -> None:
         """Run this rank's row; then keep what was learnt of the messages."""
-        rows = self._rows_of(call.m, self.training, backward)
+        rows = self._plan.rows(call.m, self.training, backward)
         known = self._layouts.get(meeting.kind)
-        shape = partial(self._shape, meeting.given)
+        shape = partial(self._plan.shape, meeting.given)
         if self._trace is not None:
             call.record(self._trace.recorder())
         done = threading.Event()
@@ -271,33 +270,6 @@ class DistributedPipeline(Pipeline):
         self._run([run], call, partial(self._ranks.wait, done))
         if known is None:
             self._layouts[meeting.kind] = exchanges[0].learnt
-
-    def _rows_of(self, m: int, training: bool, backward: bool) -> tuple[Row, ...]:
-        key = m, training, backward
-        if key not in self._rows:
-            table = self._schedule.first(m)
-            if not backward:
-                table = Schedule(tuple(_forwards(row) for row in table.rows))
-            draws = [stage.index for stage in self._everywhere if stage.spec.random]
-            wires = self._all_wires[training]
-            self._rows[key] = rank_rows(table, wires, self._homes[:-1], draws)
-        return self._rows[key]
-
-    def _shape(self, given: Given, message: Message) -> tuple[int, ...] | None:
-        """The shape of a message by the plan, None if it depends on data."""
-        assert message.wire is not None
-        spec = self._specs()[message.wire]
-        if any(UNKNOWN in str(dim) for dim in spec.shape):
-            return None
-        return _sizes(spec, (*given.sizes, ("batch", given.rows[message.microbatch])))
-
-    @lru_cache(maxsize=1)  # noqa: B019
-    def _specs(self) -> Mapping[object, TensorSpec]:
-        return {
-            (stage.index, output.value): output.spec
-            for stage in self._everywhere
-            for output in stage.spec.outputs
-        }
 
     def _check_room(self, rows: int) -> None:
         if rows > self._fits:
@@ -337,10 +309,6 @@ def _place(loss_fn: LossFn) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if code else type(loss_fn).__qualname__
 
 
-def _forwards(row: Sequence[Action]) -> tuple[Action, ...]:
-    return tuple(action for action in row if action.kind is Kind.FORWARD)
-
-
 def _of_rank(estimate: EstimateSpec, rank: int) -> EstimateSpec:
     """What was predicted of one device."""
     return replace(
@@ -349,8 +317,3 @@ def _of_rank(estimate: EstimateSpec, rank: int) -> EstimateSpec:
         timeline=estimate.timeline[rank : rank + 1],
         memory=estimate.memory[rank : rank + 1],
     )
-
-
-@lru_cache(maxsize=4096)
-def _sizes(spec: TensorSpec, values: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
-    return spec.sizes(dict(values))

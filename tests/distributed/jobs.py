@@ -299,3 +299,11 @@ def resumed(folder: Path, name: str, m: int, path: Path) -> str:
     values = dict(model.named_parameters())
     assert all(toys.same(p, values[name]) for name, p in pipe.named_parameters())
     return "equal"
+
+
+def told(folder: Path, batches: Sequence[int]) -> int:
+    """How often steps of these batch sizes made the ranks tell each other dtypes."""
+    _, pipe = pair(folder, toys.SKIPS)
+    for batch in batches:
+        pipe.step(*toys.SKIPS.inputs(batch), loss_fn=toys.mean_loss)
+    return len(pipe._layouts)

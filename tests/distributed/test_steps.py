@@ -1,5 +1,7 @@
 """Ranks compute what one process does, over schedules, portals, ties and ragged batches."""
 
+import re
+
 import jobs
 import pytest
 import toys
@@ -46,3 +48,19 @@ def test_skips_under_schedules_with_several_stages_a_rank(two, tmp_path, schedul
 def test_four_ranks(four, tmp_path):
     toys.write(tmp_path, toys.SKIPS, 4, "split")
     assert four.run(jobs.steps, tmp_path, "skips", 4, (10, 5), False) == ["equal"] * 4
+
+
+def test_shapes_are_the_plans_whatever_the_batch(two, tmp_path):
+    toys.write(tmp_path, toys.SKIPS, 4, devices=(0, 1, 0, 1))
+    assert two.run(jobs.told, tmp_path, (10, 9, 4, 10)) == [1, 1]
+    assert two.run(jobs.told, tmp_path, (10, 3)) == [2, 2]  # another number of micro-batches
+
+
+def test_a_shape_that_depends_on_data_is_told_each_time(two, tmp_path):
+    toys.write(tmp_path, toys.SKIPS, 4, devices=(0, 1, 0, 1))
+    plan = (tmp_path / "plan.json").read_text()
+    stages = plan.index('"stages"')
+    unknown = re.sub(r'"batch",(\s+)8', r'"unknown",\g<1>8', plan[stages:])
+    assert unknown != plan[stages:]
+    (tmp_path / "plan.json").write_text(plan[:stages] + unknown)
+    assert two.run(jobs.steps, tmp_path, "skips", 4, (10, 3, 9), False) == EQUAL

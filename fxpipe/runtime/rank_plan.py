@@ -1,0 +1,57 @@
+"""What all ranks know of a step from the package alone: each one's row, and messages' shapes."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from fxpipe.runtime.manifest import UNKNOWN, Manifest, TensorSpec
+from fxpipe.runtime.meeting import Given
+from fxpipe.runtime.messages import Message, Row, check_messages, rank_rows
+from fxpipe.runtime.portal import Wire, Wires
+from fxpipe.schedule import Kind, Schedule
+
+
+class RankPlan:
+    """The rows of the ranks, by how many micro-batches there are and what is to be done.
+
+    Raises ScheduleError if they can't run to their ends.
+    """
+
+    def __init__(self, manifest: Manifest, schedule: Schedule, wires: Mapping[bool, Wires]) -> None:
+        self._schedule = schedule
+        self._wires = wires
+        self._ranks = manifest.stage_to_device
+        self._draws = [j for j, stage in enumerate(manifest.stages) if stage.random]
+        self._specs = {
+            Wire(j, output.value): output.spec
+            for j, stage in enumerate(manifest.stages)
+            for output in stage.outputs
+        }
+        self._rows: dict[tuple[int, bool, bool], tuple[Row, ...]] = {}
+        check_messages(self.rows(manifest.microbatches, training=True, backward=True))
+
+    def rows(self, m: int, training: bool, backward: bool) -> tuple[Row, ...]:
+        """Each rank's row for m micro-batches; without `backward`, of forwards alone."""
+        key = m, training, backward
+        if key not in self._rows:
+            table = self._schedule.first(m)
+            if not backward:
+                table = _forwards(table)
+            self._rows[key] = rank_rows(table, self._wires[training], self._ranks, self._draws)
+        return self._rows[key]
+
+    def shape(self, given: Given, message: Message) -> tuple[int, ...] | None:
+        """The shape of a value or gradient, None if it depends on data."""
+        assert message.wire is not None
+        spec = self._specs[message.wire]
+        if any(UNKNOWN in str(dim) for dim in spec.shape):
+            return None
+        return _sizes(spec, (*given.sizes, ("batch", given.rows[message.microbatch])))
+
+
+def _forwards(table: Schedule) -> Schedule:
+    return Schedule(tuple(tuple(a for a in row if a.kind is Kind.FORWARD) for row in table.rows))
+
+
+@lru_cache(maxsize=4096)
+def _sizes(spec: TensorSpec, values: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
+    return spec.sizes(dict(values))
