@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from fxpipe.chain_file import ChainFile
 from fxpipe.compiler import chained
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, InputError
 from fxpipe.ir import Chain, CheckpointMode, Network, Plan
 from fxpipe.optimizer import optimizer_of
 from fxpipe.passes import order
@@ -109,6 +109,9 @@ def answered(
     table, name = None, NAME
     if isinstance(schedule, Schedule):
         table, name = schedule, "table"
+    elif schedule.partition(":")[0] not in (*order.NAMES, NAME):
+        known = ", ".join((NAME, *order.NAMES))
+        raise InputError(f"there is no schedule {schedule!r}: use one of {known}, or a FILE.csv")
     elif schedule != NAME:
         loops = q.loops or order.usual_loops(schedule, q.n_devices)
         table, name = order.build(schedule, q.n_devices, q.n_microbatches, loops), schedule

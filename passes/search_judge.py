@@ -57,8 +57,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A candidate, what it is worth (bytes over, ms), the step that ran, and the actions
-    that were simulated to find it."""
+    """A candidate, what it is worth (bytes over, ms), and the step that ran.
+
+    `rank` and `room` are what its devices chose by, `work` the actions simulated to find it.
+    """
 
     worth: tuple[int, float]
     candidate: Candidate

@@ -152,9 +152,18 @@ def test_blocks_are_computed_again_when_asked_for(tmp_path: Path) -> None:
     [
         ((), "give a TARGET, or --chain FILE.json"),
         (("--chain", "none.json"), "none.json can't be read"),
+        (("--chain", "chain.json", "--schedule", "fast"), "no schedule 'fast': use one of auto, g"),
     ],
 )
-def test_wrong_use_is_one_message(arguments: tuple[str, ...], message: str) -> None:
+def test_wrong_use_is_one_message(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    written(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
     result = CliRunner().invoke(app, ["plan", "--devices", "2", *arguments])
 
     assert result.exit_code == 2
