@@ -238,9 +238,9 @@ def main() -> None:
     text = f"""# How good plans are
 
 {machine()}, load average {os.getloadavg()[1]:.0f}. One worker, seed 0.
-Made by `python benchmarks/chains.py build/chains` and `python benchmarks/planner.py --write`. All
-steps are the simulator's word; a gap is how far a step lies above the lower bound, as a share of
-the step.
+Made by `python benchmarks/chains.py build/chains` and
+`python benchmarks/planner.py --write --time-limit {options.time_limit:g}`. All steps are the
+simulator's word; a gap is how far a step lies above the lower bound, as a share of the step.
 
 ## Equal costs
 

@@ -225,14 +225,8 @@ def measure(
 
     They are measured here, or, with `profile` such as `analytic:h100`, worked out for that device.
     """
-    lanes = parse_devices(devices)
-    check_costs(model, profile)
     line = _Line(progress)
-    with line("capture"):
-        captured = capture_model(model, args, kwargs or {})
-    with line("profile"):
-        inputs = flat_inputs(model, args, kwargs or {})
-        return _priced(captured, model, inputs, profile, microbatches, lanes)
+    return _costed(model, args, kwargs or {}, devices, microbatches, profile, line)[1]
 
 
 def chained(
@@ -246,16 +240,29 @@ def chained(
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[Chain, Profile]:
     """What `compile` plans: the chain of `model`'s blocks, and the costs that are in it."""
-    lanes = parse_devices(devices)
-    check_costs(model, profile)
     line = _Line(progress)
-    with line("capture"):
-        captured = capture_model(model, args, kwargs or {})
-    with line("profile"):
-        inputs = flat_inputs(model, args, kwargs or {})
-        found = _priced(captured, model, inputs, profile, microbatches, lanes)
+    captured, found = _costed(model, args, kwargs or {}, devices, microbatches, profile, line)
     with line("linearize"):
         return linearize(captured, found), found
+
+
+def _costed(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    devices: Devices,
+    microbatches: int,
+    profile: Profile | str | None,
+    line: "_Line",
+) -> tuple[Capture, Profile]:
+    """The model's graph and what its ops cost."""
+    lanes = parse_devices(devices)
+    check_costs(model, profile)
+    with line("capture"):
+        captured = capture_model(model, args, kwargs)
+    with line("profile"):
+        inputs = flat_inputs(model, args, kwargs)
+        return captured, _priced(captured, model, inputs, profile, microbatches, lanes)
 
 
 def _priced(

@@ -6,18 +6,19 @@ from dataclasses import dataclass, replace
 
 from fxpipe.chain_file import ChainFile
 from fxpipe.compiler import chained
-from fxpipe.errors import FxpipeError, InputError
+from fxpipe.errors import FxpipeError
 from fxpipe.ir import Chain, CheckpointMode, Network, Plan
 from fxpipe.optimizer import optimizer_of
 from fxpipe.passes import order
 from fxpipe.passes.partition import partition
 from fxpipe.passes.partition_costs import edges_of
 from fxpipe.passes.search_bound import lower_bound_ms
-from fxpipe.passes.search_plan import LOOPS, NAME, search
+from fxpipe.passes.search_plan import LOOPS, search
 from fxpipe.profile_file import costs_of, is_analytic
 from fxpipe.progress import Progress
 from fxpipe.runtime.stream import parse_devices
 from fxpipe.schedule import Schedule
+from fxpipe.settings import check_settings, table_of
 from fxpipe.target import load
 
 
@@ -106,15 +107,8 @@ def answered(
     """The best plan that the search finds, of any order or of this schedule's. Raises PlanError."""
     q = question
     start = time.perf_counter()
-    table, name = None, NAME
-    if isinstance(schedule, Schedule):
-        table, name = schedule, "table"
-    elif schedule.partition(":")[0] not in (*order.NAMES, NAME):
-        known = ", ".join((NAME, *order.NAMES))
-        raise InputError(f"there is no schedule {schedule!r}: use one of {known}, or a FILE.csv")
-    elif schedule != NAME:
-        loops = q.loops or order.usual_loops(schedule, q.n_devices)
-        table, name = order.build(schedule, q.n_devices, q.n_microbatches, loops), schedule
+    check_settings(q.n_microbatches, q.loops, schedule, CheckpointMode.NEVER, "dp")
+    name = schedule if isinstance(schedule, str) else "given"
     plan = search(
         q.chain,
         schedule_name=name,
@@ -125,7 +119,7 @@ def answered(
         training_factor=q.training_factor,
         recompute=q.recompute,
         loops=LOOPS if q.loops is None else (q.loops,),
-        table=table,
+        table=table_of(schedule, q.n_devices, q.n_microbatches, q.loops),
         seed=seed,
         n_workers=workers,
         time_limit_s=time_limit_s,

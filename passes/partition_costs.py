@@ -73,6 +73,17 @@ def edges_of(chain: Chain) -> tuple[int, ...]:
     return (0, *inner, len(chain.blocks))
 
 
+def crossing_bytes(chain: Chain) -> list[int]:
+    """By place: the bytes that cross it, before block k at k."""
+    crossing = [0] * (len(chain.blocks) + 1)
+    for value in chain.values:
+        inside = [k for k in value.consumers if k < len(chain.blocks)]
+        if value.producer >= 0 and inside:
+            for k in range(value.producer + 1, max(inside) + 1):
+                crossing[k] += value.bytes
+    return crossing
+
+
 def parameter_bytes(chain: Chain, begin: int, end: int) -> int:
     """Bytes of the parameters of the blocks [begin, end), each once."""
     blocks = chain.blocks[begin:end]

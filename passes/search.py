@@ -21,8 +21,9 @@ from functools import partial
 from random import Random
 
 from fxpipe.passes import order
+from fxpipe.passes.partition_path import even_path
 from fxpipe.passes.search_bound import lower_bound_ms
-from fxpipe.passes.search_judge import Candidate, Found, Judge, SearchProblem, even_path, shapes
+from fxpipe.passes.search_judge import Candidate, Found, Judge, SearchProblem, shapes
 from fxpipe.passes.search_moves import moved
 from fxpipe.passes.simulate import KINDS
 from fxpipe.schedule import Action, Schedule
@@ -113,7 +114,7 @@ class Search:
     def _begin(self, shape: tuple[int, ...], table: Schedule | None = None) -> _Climb:
         """Equal times, and the lowest price of memory at which that fits."""
         p, m = self.problem.n_devices, self.problem.n_microbatches
-        path = even_path(self.problem, len(shape))
+        path = even_path(self.problem.chain, self.problem.edges, len(shape))
         found = None
         for step in range(len(self.judge.prices)):
             tried = self.judge(Candidate(path, shape, (step,) * len(shape), table), (1, p, m), 3)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxpipe.ir import Block, Chain, Network
+from fxpipe.passes.partition_costs import crossing_bytes
 
 
 def lower_bound_ms(
@@ -62,14 +63,7 @@ def _between(
 
 def _least_message_ms(chain: Chain, edges: tuple[int, ...], network: Network) -> float:
     """The shortest time in which anything goes from one device to another."""
-    crossing = np.zeros(len(chain.blocks) + 1)
-    for value in chain.values:
-        inside = [k for k in value.consumers if k < len(chain.blocks)]
-        if value.producer >= 0 and inside:
-            crossing[value.producer + 1 : max(inside) + 1] += value.bytes
-    inner = edges[1:-1]
-    if not inner:
-        return 0.0
-    least = float(crossing[list(inner)].min())
+    crossing = crossing_bytes(chain)
+    least = min((crossing[edge] for edge in edges[1:-1]), default=0)
     links = (network.link, *network.pairs.values())
-    return min(link.transfer_ms(round(least)) for link in links) if least else 0.0
+    return min(link.transfer_ms(least) for link in links) if least else 0.0

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxpipe.ir import Chain, Network
+from fxpipe.passes.partition_costs import crossing_bytes
 
 _Ints = NDArray[np.int64]
 _Floats = NDArray[np.float64]
@@ -55,11 +56,6 @@ def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
         (*((name, int(np.ceil(size * factor))) for name, size in block.parameters), *block.buffers)
         for block in blocks
     ]
-    crossing = np.zeros(len(blocks) + 1, np.int64)
-    for value in values:
-        inside = [k for k in value.consumers if k < len(blocks)]
-        if value.producer >= 0 and inside:
-            crossing[value.producer + 1 : max(inside) + 1] += value.bytes
     return ChainArrays(
         forward_before=_before(block.forward_ms for block in blocks),
         backward_before=_before(block.backward_ms for block in blocks),
@@ -68,7 +64,7 @@ def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
         arriving_before=np.concatenate(
             ([0], np.cumsum([block.arriving_bytes for block in blocks], dtype=np.int64))
         ),
-        crossing=crossing,
+        crossing=np.array(crossing_bytes(chain), np.int64),
         saved_ends=_ends(saved),
         saved_befores=_befores(saved),
         saved_sizes=_sizes(saved),

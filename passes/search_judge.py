@@ -1,6 +1,5 @@
 """What the search looks at, candidates, and the judge that tells what one is worth."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 
 from fxpipe.ir import Chain, Network
 from fxpipe.passes import search_kernel as kernel
+from fxpipe.passes.partition_path import Path
 from fxpipe.passes.search_chain import chain_arrays, links_of
 from fxpipe.passes.search_cut_kernel import cut
 from fxpipe.passes.simulate import rows_of
@@ -18,7 +18,6 @@ from fxpipe.schedule import Schedule
 
 _PRICES = 24  # steps of the price of memory
 
-Path = tuple[int, ...]
 _Ints = NDArray[np.int64]
 
 
@@ -166,22 +165,3 @@ def shapes(n_devices: int, loops: Sequence[int]) -> list[tuple[int, ...]]:
         found[tuple(forth * count)] = None
         found[tuple(d for k in range(count) for d in (forth if k % 2 == 0 else forth[::-1]))] = None
     return list(found)
-
-
-def even_path(problem: SearchProblem, n_stages: int) -> Path:
-    """Stages of equal time, as far as the edges allow."""
-    arrays = np.cumsum([0.0, *(b.forward_ms + b.backward_ms for b in problem.chain.blocks)])
-    at_edges = arrays[list(problem.edges)]
-    path = [bisect_left(at_edges, at_edges[-1] * j / n_stages) for j in range(n_stages + 1)]
-    return spread(path, len(problem.edges) - 1)
-
-
-def spread(path: Sequence[int], end: int) -> Path:
-    """The nearest path upwards, then downwards, with an atom in every stage."""
-    n = len(path) - 1
-    spaced = [0, *path[1:-1], end]
-    for j in range(1, n):
-        spaced[j] = max(spaced[j], spaced[j - 1] + 1)
-    for j in range(n - 1, 0, -1):
-        spaced[j] = min(spaced[j], spaced[j + 1] - 1)
-    return tuple(spaced)

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from random import Random
 
-from fxpipe.passes.search_judge import Candidate, Path, SearchProblem, spread
+from fxpipe.passes.partition_path import Path, in_proportion, spread
+from fxpipe.passes.search_judge import Candidate, SearchProblem
 
 _FARTHEST = 10
 
@@ -64,10 +65,7 @@ def _shifted(path: Path, random: Random) -> Path:
     kind = random.random()
     if kind < 0.4:  # the others in proportion
         to = min(max(path[j] + step, j), end - (n - j))
-        moved[1:j] = [round(e * to / path[j]) for e in path[1:j]]
-        after = (end - to) / (end - path[j])
-        moved[j + 1 : -1] = [end - round((end - e) * after) for e in path[j + 1 : -1]]
-        moved[j] = to
+        moved = in_proportion(path, j, to)
     else:  # one alone, or a few together
         last = j if kind < 0.7 else random.randrange(j, n)
         for k in range(j, last + 1):

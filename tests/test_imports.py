@@ -131,7 +131,7 @@ def passes_that_may_be_imported_by(name: str) -> tuple[str, ...]:
         return (*family, *orders, *simulator, "fxpipe.passes.checkpoints")
     if name.startswith("fxpipe.passes.search"):
         family = (other for other in KNOWN if other.startswith("fxpipe.passes.search"))
-        priced = ("checkpoints", "partition_costs", "partition_tidy")
+        priced = ("checkpoints", "partition_costs", "partition_path", "partition_tidy")
         return (*family, *orders, *simulator, *(f"fxpipe.passes.{part}" for part in priced))
     return simulator if name in simulator else ()
 

@@ -14,9 +14,10 @@ from fxpipe.passes import order, search_plan
 from fxpipe.passes import search as search_module
 from fxpipe.passes.checkpoints import place
 from fxpipe.passes.partition_costs import evaluate
+from fxpipe.passes.partition_path import even_path
 from fxpipe.passes.search import Search, table_of
 from fxpipe.passes.search_bound import lower_bound_ms
-from fxpipe.passes.search_judge import Candidate, Judge, SearchProblem, even_path, shapes
+from fxpipe.passes.search_judge import Candidate, Judge, SearchProblem, shapes
 from fxpipe.schedule import Schedule
 
 ROOMY = 2**40
@@ -79,7 +80,7 @@ def test_the_judge_says_what_the_simulator_says(seed: int) -> None:
     shape = random.choice(shapes(p, asked.loops))
     prices = tuple(random.randrange(len(judge.prices)) for _ in shape)
 
-    found = judge(Candidate(even_path(asked, len(shape)), shape, prices), (1, p), 2)
+    found = judge(Candidate(even_path(chain, asked.edges, len(shape)), shape, prices), (1, p), 2)
 
     bounds = [asked.edges[e] for e in found.candidate.path]
     again = judge.numbers(found.candidate, found.split)[1].tolist()
@@ -137,7 +138,7 @@ def test_never_worse_than_a_named_schedule_on_stages_of_equal_time(seed: int) ->
 
     for name in order.NAMES:
         table = order.build(name, 3, 6, order.usual_loops(name, 3))
-        path = even_path(asked, table.n_stages)
+        path = even_path(chain, asked.edges, table.n_stages)
         found = Judge(asked)(
             Candidate(path, table.stage_to_device, (0,) * table.n_stages, table), (), 0
         )
