@@ -108,7 +108,7 @@ def _telling(ranks: Ranks | None) -> AbstractContextManager[None]:
 
 
 def _is_first(ranks: Ranks | None) -> bool:
-    return ranks is None or ranks.rank == 0
+    return ranks is None or ranks.world_rank == 0
 
 
 def _together(ranks: Ranks | None, what: str, run: Callable[..., object]) -> None:
@@ -117,7 +117,7 @@ def _together(ranks: Ranks | None, what: str, run: Callable[..., object]) -> Non
 
     def collective() -> None:
         try:
-            run(process_group=None if ranks is None else ranks.group, no_dist=ranks is None)
+            run(process_group=None if ranks is None else ranks.world_group, no_dist=ranks is None)
         except CheckpointException as error:
             failed.append(error)
 
@@ -133,7 +133,7 @@ def _together(ranks: Ranks | None, what: str, run: Callable[..., object]) -> Non
 
 def _barrier(ranks: Ranks | None) -> None:
     if ranks is not None:
-        ranks.gather(None)
+        ranks.gather_world(None)
 
 
 def _beside(folder: Path, what: str) -> Path:

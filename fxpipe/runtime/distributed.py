@@ -6,14 +6,17 @@ rank lands in the call's outbox and is sent once the action is done.
 
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.errors import InputError
 from fxpipe.runtime import microbatch, stream
@@ -25,13 +28,14 @@ from fxpipe.runtime.exchange import Exchange, Layout
 from fxpipe.runtime.fit import sizes_of
 from fxpipe.runtime.manifest import EstimateSpec, Manifest
 from fxpipe.runtime.meeting import Given, Word, agreed
-from fxpipe.runtime.messages import Message, Receive, Send
+from fxpipe.runtime.messages import Message, Receive, Reduce, Send
 from fxpipe.runtime.overflow import share_overflow
 from fxpipe.runtime.pipeline import Pipeline
 from fxpipe.runtime.portal import CALLER, Wires, add_gradients
 from fxpipe.runtime.random import RandomStream, microbatch_seeds
 from fxpipe.runtime.rank_plan import RankPlan
 from fxpipe.runtime.ranks import Ranks
+from fxpipe.runtime.replicas import Replicas
 from fxpipe.runtime.room import check_room
 from fxpipe.runtime.shared_weights import SharedWeights, first_names, holders
 from fxpipe.runtime.stage import Stage
@@ -42,10 +46,19 @@ from fxpipe.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What all ranks know of a call: the inputs, and what else it may depend on."""
+    """What all ranks know of a call: each replica's inputs, and what else it may depend on.
 
+    `given` are those of this one.
+    """
+
+    replicas: Sequence[Given]
     given: Given
     kind: tuple[object, ...]
+
+    @property
+    def batch(self) -> int:
+        """The rows of all replicas."""
+        return sum(sum(given.rows) for given in self.replicas)
 
 
 class DistributedPipeline(Pipeline):
@@ -77,15 +90,26 @@ class DistributedPipeline(Pipeline):
         self._homes = (*homes, homes[-1])
         self._everywhere = stages
         self._gives_all = outputs == "all"
-        self._plan = RankPlan(manifest, schedule, self._wires)
+        self._plan = RankPlan(manifest, schedule, self._wires, reduces=ranks.dp > 1)
         self._wires = {mode: self._own(wires) for mode, wires in self._wires.items()}
         self._estimate = _of_rank(manifest.estimate, rank)
         self._shared = SharedWeights(manifest, own, ranks)
+        self._replicas: Replicas | None = None
+        if ranks.dp > 1:
+            shared = [each.name for each in self._shared.shared]
+            self._replicas = Replicas(ranks, own, self._plan.order[rank], first, shared)
         self._layouts: dict[object, Mapping[Message, Layout | None]] = {}
 
     def equalize(self) -> None:
-        """Give parameters that several ranks hold the values that the first of them has."""
+        """Give what several ranks hold the values that the first of them has."""
+        if self._replicas is not None:
+            self._replicas.equalize([*self.parameters(), *self.buffers()])
         self._shared.equalize(self._state.parameters(self))
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All processes as a mesh of dimensions "dp", the replicas, and "pp"."""
+        return self._ranks.mesh
 
     @property
     def is_last(self) -> bool:
@@ -127,7 +151,8 @@ class DistributedPipeline(Pipeline):
         """Forward and backward of one training step: `Pipeline.step`, by all ranks together.
 
         Inputs are read where a stage takes some, `target` where the last stage is; elsewhere they
-        may be left out. The loss is given on all ranks. Raises InputError, alike on all ranks, if
+        may be left out. Each replica has a batch of its own; loss and gradients, which all get, are
+        those of the mean over all replicas' rows. Raises InputError, alike on all ranks, if
         they weren't called with the same; StageError that names the rank if one fails.
         """
         if not torch.is_grad_enabled():
@@ -136,8 +161,8 @@ class DistributedPipeline(Pipeline):
         inputs, meeting = self._meet("a step", args, kwargs, (_place(loss_fn), scaled))
         with self._ranks.telling():
             rows, call = self._enter(inputs, meeting)
-            step, objective = self._new_step(call, rows, target, loss_fn, scaler)
-            with self._shared.collected(self._state.parameters(self)):
+            step, objective = self._new_step(call, rows, meeting.batch, target, loss_fn, scaler)
+            with self._collected():
                 self._run_row(step, call, meeting, backward=True)
             if any(meeting.given.gradients):
                 self._give_gradients(step, inputs, rows)
@@ -170,6 +195,16 @@ class DistributedPipeline(Pipeline):
     def __deepcopy__(self, _: object) -> NoReturn:
         raise InputError("a pipeline over processes can't be copied: load the package again")
 
+    @contextmanager
+    def _collected(self) -> Iterator[None]:
+        """For `step`: when the block ends, gradients are summed over all ranks that share them."""
+        parameters = self._state.parameters(self)
+        with ExitStack() as stack:
+            if self._replicas is not None:
+                stack.enter_context(self._replicas.collected(parameters))
+            stack.enter_context(self._shared.collected(parameters))
+            yield
+
     def _own(self, wires: Wires) -> Wires:
         """The wires, those of the caller with the readers on this rank alone."""
         readers = {
@@ -198,11 +233,12 @@ class DistributedPipeline(Pipeline):
             parameters = [(str(p.dtype), p.requires_grad) for p in self.parameters()]
             digest = hashlib.sha256(repr(parameters).encode()).hexdigest()
             own = (ambient.autocast, digest, *kind)
-            words = self._ranks.gather(Word(what, self.training, given, problem, own))
-        found = agreed(words)
+            words = self._ranks.gather_world(Word(what, self.training, given, problem, own))
+        replicas = agreed(words, self._ranks.size)
+        found = replicas[self._ranks.replica]
         # Sizes are no part of it: the shapes are the plan's.
         alike = (what, self.training, len(found.rows), found.dtypes, found.gradients)
-        return inputs, Meeting(found, (*alike, *(word.kind for word in words)))
+        return inputs, Meeting(replicas, found, (*alike, *(word.kind for word in words)))
 
     def _given(
         self, args: Sequence[object], kwargs: Mapping[str, object]
@@ -228,13 +264,19 @@ class DistributedPipeline(Pipeline):
     def _enter(self, inputs: list[Tensor] | None, meeting: Meeting) -> tuple[Sequence[int], Call]:
         rows = meeting.given.rows
         call = self._new_call(len(rows))
-        # All ranks draw, so that their generators go on alike; those of the first stage count.
-        seeds = microbatch_seeds(call.m) if call.draws else []
+        # All ranks draw for all, so that their generators go on alike; the first stage's count.
+        seeds = self._seeds(meeting) if call.draws else []
         pieces = microbatch.scatter(self._manifest, inputs, rows) if inputs is not None else None
         for i in range(call.m):
             random = RandomStream(seeds[i]) if seeds else None
             call.enter(i, pieces[i] if pieces is not None else {}, random)
         return rows, call
+
+    def _seeds(self, meeting: Meeting) -> list[int]:
+        """Those of this replica's micro-batches, after those of the replicas before it."""
+        ends = list(accumulate(len(given.rows) for given in meeting.replicas))
+        end = ends[self._ranks.replica]
+        return microbatch_seeds(ends[-1])[end - len(meeting.given.rows) : end]
 
     def _new_call(self, m: int) -> Call:
         links, here = self._new_links(m), self._ranks.rank
@@ -261,6 +303,9 @@ class DistributedPipeline(Pipeline):
                         exchange.receive(item.message)
                     elif isinstance(item, Send):
                         exchange.send(item.message)
+                    elif isinstance(item, Reduce):
+                        assert self._replicas is not None
+                        self._replicas.reduce(item.stage)
                     else:
                         step.run_row(0, [item])
                 exchange.finish()
@@ -268,8 +313,16 @@ class DistributedPipeline(Pipeline):
                 done.set()
 
         self._run([run], call, partial(self._ranks.wait, done))
+        if self._replicas is not None and self.training:
+            self._replicas.equalize(self._written())
         if known is None:
             self._layouts[meeting.kind] = exchanges[0].learnt
+
+    def _written(self) -> list[Tensor]:
+        """Buffers that a forward changes: running statistics are the first replica's."""
+        buffers = dict(self.named_buffers())
+        names = [name for stage in self._stages for name in stage.spec.mutated_buffers]
+        return [buffers[name] for name in dict.fromkeys(names) if name in buffers]
 
     def _check_room(self, rows: int) -> None:
         if rows > self._fits:
@@ -296,11 +349,9 @@ class DistributedPipeline(Pipeline):
                 torch.autograd.backward([tensor], [total])
 
     def _shared_loss(self, loss: Tensor | None) -> Tensor:
-        """The loss on every rank, in the dtype it has where the last stage is."""
-        found: list[Tensor | None] = self._ranks.gather(loss)
-        shared = found[self._homes[-1]]
-        assert shared is not None
-        return shared
+        """The sum of the replicas' on every rank, in the dtype it has where the last stage is."""
+        found: list[Tensor | None] = self._ranks.gather_world(loss)
+        return torch.stack([each for each in found if each is not None]).sum()
 
 
 def _place(loss_fn: LossFn) -> str:

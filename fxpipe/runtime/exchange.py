@@ -110,7 +110,7 @@ class Exchange:
     def _begin(self, message: Message, tensor: Tensor, tag: int) -> None:
         if tensor.numel():
             tensor = tensor.detach().contiguous()
-            work = dist.isend(tensor, message.target, self._ranks.group, tag)
+            work = dist.isend(tensor, group=self._ranks.group, tag=tag, group_dst=message.target)
             assert work is not None
             # Until it has left, its memory is held by the thread that waits for it.
             self._ranks.sending[message.target].put(work.wait)
@@ -152,7 +152,8 @@ class Exchange:
         if not tensor.numel():
             self._deliver(message, tensor, layout)
             return
-        work = dist.irecv(tensor, message.source, self._ranks.group, _KNOWN)
+        group, source = self._ranks.group, message.source
+        work = dist.irecv(tensor, group=group, tag=_KNOWN, group_src=source)
         assert work is not None
 
         def arrive() -> None:
@@ -164,14 +165,15 @@ class Exchange:
     def _hear(self, message: Message) -> None:
         """Receive a message that tells what it is."""
         header = torch.zeros(3 + _DIMS, dtype=torch.int64)
-        dist.recv(header, message.source, self._ranks.group, _TOLD)
+        group, source = self._ranks.group, message.source
+        dist.recv(header, group=group, tag=_TOLD, group_src=source)
         dtype, gradient, dim, *sizes = header.tolist()
         layout = None if dtype < 0 else Layout(_DTYPES[dtype], bool(gradient))
         tensor = None
         if layout is not None:
             tensor = torch.empty(sizes[:dim], dtype=layout.dtype)
             if tensor.numel():
-                dist.recv(tensor, message.source, self._ranks.group, _TOLD)
+                dist.recv(tensor, group=group, tag=_TOLD, group_src=source)
         self.learnt[message] = layout
         self._deliver(message, tensor, layout)
 

@@ -37,8 +37,11 @@ class Word:
     kind: object
 
 
-def agreed(words: Sequence[Word]) -> Given:
-    """The inputs, on which all ranks that have some agree. Raises InputError, alike on all."""
+def agreed(words: Sequence[Word], size: int) -> list[Given]:
+    """The inputs of each replica of `size` ranks, on which those of its ranks that have some agree.
+
+    Replicas' batches may differ in size. Raises InputError, alike on all.
+    """
     problems = [f"rank {rank}: {w.problem}" for rank, w in enumerate(words) if w.problem]
     if problems:
         raise InputError("\n".join(problems))
@@ -49,9 +52,25 @@ def agreed(words: Sequence[Word]) -> Given:
         ]:
             if not found.endswith(first):
                 raise InputError(f"rank {rank} {found}, rank 0 {first}: call all ranks alike")
-    holders = [(rank, word.given) for rank, word in enumerate(words) if word.given is not None]
+    replicas = [_given(words[rank : rank + size], rank) for rank in range(0, len(words), size)]
+    given = replicas[0]
+    for replica, other in enumerate(replicas):
+        if (other.dtypes, other.gradients) != (given.dtypes, given.gradients):
+            raise InputError(
+                f"replica 0 was given inputs of {given}; replica {replica} of {other}: replicas' "
+                "batches may differ in size alone"
+            )
+    return replicas
+
+
+def _given(words: Sequence[Word], first: int) -> Given:
+    """The inputs of the replica whose ranks begin with `first`."""
+    holders = [(rank, w.given) for rank, w in enumerate(words, first) if w.given is not None]
     if not holders:
-        raise InputError("no rank was given inputs: give them where the first stage is")
+        last = first + len(words) - 1
+        raise InputError(
+            f"none of ranks {first} to {last} was given inputs: give them where the first stage is"
+        )
     (first_rank, given), *others = holders
     for rank, other in others:
         if other != given:

@@ -49,7 +49,15 @@ class Receive:
     message: Message
 
 
-Row = tuple[Action | Send | Receive, ...]
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Begin to add up over replicas the gradients that are whole once stage `stage` is done."""
+
+    stage: int
+
+
+Item = Action | Send | Receive | Reduce
+Row = tuple[Item, ...]
 
 
 def rank_rows(
@@ -69,7 +77,7 @@ def rank_rows(
                 if message.target == rank:
                     first = min(routes.needed_by(message), key=places.__getitem__)
                     awaited.setdefault(first, []).append(message)
-    rows: list[list[Action | Send | Receive]] = [[] for _ in schedule.rows]
+    rows: list[list[Item]] = [[] for _ in schedule.rows]
     for found, row in zip(rows, schedule.rows, strict=True):
         for action in row:
             found += [Receive(message) for message in awaited.get(action, ())]

@@ -31,6 +31,7 @@ def load(
     capture: str | None = None,
     distributed: bool = False,
     outputs: Literal["last", "all"] = "last",
+    dp: int = 1,
 ) -> Pipeline:
     """The pipeline of the package in folder `path`, with its weights if it has a folder `weights`.
 
@@ -46,8 +47,9 @@ def load(
 
     With `distributed`, in a script that torchrun started with a process for each device, the
     pipeline has this process's stages alone, and runs with the others' (see
-    `DistributedPipeline`); `outputs` says where what it gives comes. Raises InputError,
-    PackageError, with every rule that its files break, WeightsError and DeviceError.
+    `DistributedPipeline`); `outputs` says where what it gives comes. With `dp` replicas there is a
+    process for each device of each: they train one model, each on a batch of its own. Raises
+    InputError, PackageError, with every rule that its files break, WeightsError and DeviceError.
     """
     if distributed:
         if without or capture is not None:
@@ -55,7 +57,9 @@ def load(
         # Not every build of torch has torch.distributed.
         from fxpipe.runtime.rank_package import load_rank
 
-        return load_rank(Path(path), devices, compile, deferred_batch_norm, outputs)
+        return load_rank(Path(path), devices, compile, deferred_batch_norm, outputs, dp)
+    if dp != 1:
+        raise InputError(f"dp={dp}: replicas are for distributed=True, under torchrun")
     folder = Path(path).resolve()
     manifest = Manifest.from_json(_text(folder, "plan.json"))
     lanes = _devices(manifest, devices)

@@ -166,7 +166,7 @@ class Pipeline(Original):
     ) -> tuple[Tensor, list[Tensor | None]]:
         """The loss of a step whose table `run` runs, and the gradients of its inputs."""
         rows, call = self._begin(inputs)
-        step, objective = self._new_step(call, rows, target, loss_fn, scaler)
+        step, objective = self._new_step(call, rows, sum(rows), target, loss_fn, scaler)
         run(step, call)
         gradients = [
             step.input_gradient(spec, tensor, rows)
@@ -178,14 +178,15 @@ class Pipeline(Original):
         self,
         call: Call,
         rows: Sequence[int],
+        batch: int,
         target: Any,
         loss_fn: LossFn,
         scaler: GradScaler | None,
     ) -> tuple[Step, Objective]:
+        """What runs the actions of micro-batches of `rows`, and the loss, a mean over `batch`."""
         self._check_room(max(rows))
         targets = microbatch.split_target(target, rows)
         end = End(call, self._outputs, self._structure())
-        batch = sum(rows)
         objective = Objective(loss_fn, targets, [n / batch for n in rows], end, scaler)
         device = call.device(call.n)
         return Step(call, lambda i: objective.run(i, device), self._schedule.split), objective

@@ -22,9 +22,10 @@ def load_rank(
     compile: bool,
     deferred_batch_norm: bool,
     outputs: Literal["last", "all"],
+    dp: int,
 ) -> DistributedPipeline:
     """What `load(path, distributed=True)` gives. Raises what it raises, alike on all ranks."""
-    ranks = Ranks()
+    ranks = Ranks(dp)
     folder = path.resolve()
     problem = None
     facts: dict[str, object] = {
@@ -37,7 +38,7 @@ def load_rank(
     broken: list[str] = []
     try:
         manifest = Manifest.from_json(package._text(folder, "plan.json"))
-        refuse_size(ranks.size, len(manifest.devices))
+        refuse_size(ranks, len(manifest.devices))
         device = _device(manifest, devices, ranks.rank)
         table = package._schedule(folder, manifest, broken)
         stages = package._stages(folder, manifest, [device] * ranks.size, broken, ranks.rank)

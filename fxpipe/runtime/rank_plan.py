@@ -7,17 +7,27 @@ from fxpipe.runtime.manifest import UNKNOWN, Manifest, TensorSpec
 from fxpipe.runtime.meeting import Given
 from fxpipe.runtime.messages import Message, Row, check_messages, rank_rows
 from fxpipe.runtime.portal import Wire, Wires
+from fxpipe.runtime.reductions import reduction_order, with_reductions
 from fxpipe.schedule import Kind, Schedule
 
 
 class RankPlan:
     """The rows of the ranks, by how many micro-batches there are and what is to be done.
 
-    Raises ScheduleError if they can't run to their ends.
+    With `reduces` a step's rows say when gradients are summed over replicas, by rank in the `order`
+    of its stages. Raises ScheduleError if they can't run to their ends.
     """
 
-    def __init__(self, manifest: Manifest, schedule: Schedule, wires: Mapping[bool, Wires]) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        schedule: Schedule,
+        wires: Mapping[bool, Wires],
+        reduces: bool,
+    ) -> None:
         self._schedule = schedule
+        self.order = [reduction_order(row) for row in schedule.rows]
+        self._reduces = reduces
         self._wires = wires
         self._ranks = manifest.stage_to_device
         self._draws = [j for j, stage in enumerate(manifest.stages) if stage.random]
@@ -36,7 +46,10 @@ class RankPlan:
             table = self._schedule.first(m)
             if not backward:
                 table = _forwards(table)
-            self._rows[key] = rank_rows(table, self._wires[training], self._ranks, self._draws)
+            rows = rank_rows(table, self._wires[training], self._ranks, self._draws)
+            if backward and self._reduces:
+                rows = tuple(map(with_reductions, rows, self.order))
+            self._rows[key] = rows
         return self._rows[key]
 
     def shape(self, given: Given, message: Message) -> tuple[int, ...] | None:

@@ -1,4 +1,6 @@
-"""The processes of one pipeline: how they meet, and how each hears that another has failed.
+"""The processes of a pipeline and its replicas: how they meet, and how one's failure is heard of.
+
+There are dp * p of them, rank d * p + s of `torch.distributed` being that of device s in replica d.
 
 Whatever may wait for another process waits on a thread of its own, since a wait in gloo can't be
 woken. Meanwhile the one who wants it looks, time and again, for a word in the store that
@@ -15,11 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from fxpipe.errors import DeviceError, FxpipeError, InputError, PackageError, StageError
@@ -73,12 +76,15 @@ def _leave() -> None:
 
 
 class Ranks:
-    """This process, `rank`, among the `size` of `torch.distributed`, which is set up if need be.
+    """This process: `rank` among the `size` of its pipeline, which is number `replica` of `dp`.
 
-    Under torchrun the environment says how. Raises InputError elsewhere.
+    `group` is of its pipeline, `replica_group` of those that hold the same stages, `world_group` of
+    all. Under torchrun the environment says how to set `torch.distributed` up; it is done here if
+    need be.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dp: int) -> None:
+        """Raises InputError elsewhere, and, alike on all, if there can't be `dp` replicas."""
         if not dist.is_available():
             raise InputError("this torch was built without torch.distributed")
         if not dist.is_initialized():
@@ -90,13 +96,21 @@ class Ranks:
             dist.init_process_group("gloo")
             # Else torch's own threads now and then abort the process as it ends.
             atexit.register(_leave)
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
-        self.group = dist.new_group(backend="gloo")
-        self._store = PrefixStore(f"fxpipe/{self.group.group_name}", _get_default_store())
+        self.world_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.world_group = dist.new_group(backend="gloo")
+        self._groups = [self.world_group]
+        self._store = PrefixStore(f"fxpipe/{self.world_group.group_name}", _get_default_store())
         self._trouble: list[BaseException] = []
         self._heard: str | None = None
         self._collectives = Worker("collectives", self._trouble)
+        _refuse_replicas(self.gather_world(dp), self.world_size)
+        self.dp = dp
+        self.size = self.world_size // dp
+        self.replica, self.rank = divmod(self.world_rank, self.size)
+        places = torch.arange(self.world_size).view(dp, self.size)
+        self.group = _subgroup(places)
+        self.replica_group = _subgroup(places.T)
+        self._groups += [self.group, self.replica_group]
         others = [rank for rank in range(self.size) if rank != self.rank]
         self.sending = {rank: Worker(f"to rank {rank}", self._trouble) for rank in others}
         self.receiving = {rank: Worker(f"from rank {rank}", self._trouble) for rank in others}
@@ -106,16 +120,29 @@ class Ranks:
         """How many of the processes share this machine."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
 
-    def gather(self, mine: T) -> list[T]:
-        """What each rank gives, in order of the ranks."""
-        found: list[T | None] = [None] * self.size
-        self.together(lambda: dist.all_gather_object(found, mine, self.group))
-        return found  # type: ignore[return-value]
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The processes as a mesh of dimensions "dp" and "pp"."""
+        places = torch.arange(self.world_size).view(self.dp, self.size)
+        groups = [self.replica_group, self.group]
+        return DeviceMesh.from_group(groups, "cpu", places, mesh_dim_names=("dp", "pp"))
 
-    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """`tensor` with what it holds on rank `source`."""
-        self.together(lambda: dist.broadcast(tensor, source, self.group))
-        return tensor
+    def in_world(self, rank: int) -> int:
+        """The rank of `torch.distributed` that `rank` of this pipeline is."""
+        return self.replica * self.size + rank
+
+    def gather(self, mine: T) -> list[T]:
+        """What each rank of this pipeline gives, in order of the ranks."""
+        return self._gathered(mine, self.size, self.group)
+
+    def gather_world(self, mine: T) -> list[T]:
+        """What each rank of all replicas gives, in order of the ranks."""
+        return self._gathered(mine, self.world_size, self.world_group)
+
+    def _gathered(self, mine: T, size: int, group: Any) -> list[T]:
+        found: list[T | None] = [None] * size
+        self.together(lambda: dist.all_gather_object(found, mine, group))
+        return found  # type: ignore[return-value]
 
     def together(self, collective: Job) -> None:
         """Run what all ranks run; raises StageError if one fails meanwhile."""
@@ -159,7 +186,7 @@ class Ranks:
         """
         if self._heard is not None:
             return
-        own = f"rank {self.rank} failed: {_told(error)}"
+        own = f"rank {self.world_rank} failed: {_told(error)}"
         first = self._first(own)
         if first != own:
             raise self._hear(first) from error
@@ -168,7 +195,7 @@ class Ranks:
 
     def agree(self, facts: Mapping[str, object], problem: str | None) -> None:
         """Raise, on all ranks, if one has a `problem`, or if their facts differ."""
-        found = self.gather((dict(facts), problem))
+        found = self.gather_world((dict(facts), problem))
         problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
         if problems:
             raise PackageError("\n".join(["the pipeline can't start:", *problems]))
@@ -194,15 +221,15 @@ class Ranks:
                 raise self._hear(self._store.get("failed").decode())
         except dist.DistError as error:
             raise StageError(
-                f"rank {self.rank} has lost the process that keeps torch.distributed's store: "
-                f"{error}"
+                f"rank {self.world_rank} has lost the process that keeps torch.distributed's "
+                f"store: {error}"
             ) from error
         if self._trouble:
             # Who failed, if somebody did, has said so before it ended.
             self._cancel()
             raise StageError(
-                f"rank {self.rank} has lost another rank, whose process has ended or can't be "
-                f"reached any more: {_told(self._trouble[0])}"
+                f"rank {self.world_rank} has lost another rank, whose process has ended or can't "
+                f"be reached any more: {_told(self._trouble[0])}"
             )
 
     def _first(self, own: str) -> str:
@@ -221,31 +248,53 @@ class Ranks:
     def _stay(self) -> None:
         """Until all have heard: torchrun ends all processes as soon as one has ended."""
         until = time.monotonic() + _STAY_S
-        while time.monotonic() < until and self._store.add("heard", 0) < self.size - 1:
+        while time.monotonic() < until and self._store.add("heard", 0) < self.world_size - 1:
             time.sleep(0.02)
         self._cancel()
 
     def _cancel(self) -> None:
-        """End all waits in the group, on this rank and its peers.
+        """End all waits in the groups, on this rank and its peers.
 
         Gloo does so where one of them takes too long; else their threads could not end.
         """
-        for peer in self.sending:
-            with suppress(RuntimeError):
-                work = dist.irecv(torch.empty(1), peer, self.group, _NEVER)
-                assert work is not None
-                work.wait(timedelta(milliseconds=1))
+        for group in self._groups:
+            for peer in range(group.size()):
+                if peer == group.rank():
+                    continue
+                with suppress(RuntimeError):
+                    work = dist.irecv(torch.empty(1), group=group, tag=_NEVER, group_src=peer)
+                    assert work is not None
+                    work.wait(timedelta(milliseconds=1))
 
 
 def _told(error: BaseException) -> str:
     return str(error) if isinstance(error, FxpipeError) else f"{type(error).__name__}: {error}"
 
 
-def refuse_size(size: int, n_devices: int) -> None:
-    """Raise DeviceError unless there is a process for each device."""
-    if size != n_devices:
+def _refuse_replicas(dps: Sequence[int], world_size: int) -> None:
+    dp = dps[0]
+    for rank, other in enumerate(dps):
+        if other != dp:
+            raise InputError(f"rank 0 was given dp={dp}, rank {rank} dp={other}: give all the same")
+    if dp < 1 or world_size % dp:
+        raise InputError(
+            f"dp={dp}: {world_size} processes can't be cut into so many replicas of a pipeline: "
+            "start a multiple of dp"
+        )
+
+
+def _subgroup(rows: Tensor) -> Any:
+    """The group of that row of ranks that this process is in; all make theirs together."""
+    made = [dist.new_group(row, backend="gloo") for row in rows.tolist()]
+    return next(group for group, row in zip(made, rows, strict=True) if dist.get_rank() in row)
+
+
+def refuse_size(ranks: Ranks, n_devices: int) -> None:
+    """Raise DeviceError unless there is a process for each device of each replica."""
+    if ranks.size != n_devices:
+        of_each = f" in each of dp={ranks.dp} replicas" if ranks.dp > 1 else ""
         raise DeviceError(
-            f"the package was compiled for {n_devices} devices, {size} processes run it: start "
-            f"{n_devices} of them (torchrun --nproc-per-node {n_devices}), or compile with "
-            f"--devices {size}"
+            f"the package was compiled for {n_devices} devices, {ranks.size} processes run "
+            f"it{of_each}: start {n_devices * ranks.dp} of them (torchrun --nproc-per-node "
+            f"{n_devices * ranks.dp}), or compile with --devices {ranks.size}"
         )

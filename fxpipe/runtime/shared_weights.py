@@ -1,8 +1,9 @@
 """Parameters that stages of several ranks use: equal on all, and with one gradient.
 
 Each holder computes with a leaf of its own; after a step the leaves' gradients are added up over
-the holders, and the sum goes to the parameter of each. So all holders' optimizers take equal steps.
-The owner, whose values the others begin with, is the rank of the first stage that uses it.
+the holders in all replicas, and the sum goes to the parameter of each. So all holders' optimizers
+take equal steps. The owner, whose values the others begin with, is the rank of the first stage that
+uses it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,10 @@ from fxpipe.runtime.ties import Tie, bound
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A parameter that this rank holds with others; `uses` are those of this rank's stages."""
+    """A parameter that this rank holds with others; `uses` are those of this rank's stages.
+
+    `owner` is a rank of `torch.distributed`, as are those of `group`.
+    """
 
     name: str
     owner: int
@@ -65,7 +69,9 @@ class SharedWeights:
         for first, among in held.items():
             if len(among) < 2 or kinds[first] != "parameter":
                 continue
-            members = tuple(sorted(among))
+            members = tuple(
+                d * ranks.size + rank for d in range(ranks.dp) for rank in sorted(among)
+            )
             if members not in groups:
                 groups[members] = dist.new_group(list(members), backend="gloo")
             if ranks.rank in among:

@@ -1,5 +1,6 @@
 """What ranks are asked to do: each compares its part with the plain model in its own process."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from fxpipe import checkpoint
 from fxpipe.runtime import load
 from fxpipe.runtime.distributed import DistributedPipeline
+from fxpipe.runtime.random import microbatch_seeds
 
 
 def pair(folder: Path, toy: toys.Toy, **settings: object) -> tuple[nn.Module, DistributedPipeline]:
@@ -60,6 +62,66 @@ def steps(folder: Path, name: str, m: int, batches: Sequence[int], everywhere: b
     for k, tensor in enumerate(toys.describe(output)[1]):
         if tensor.dim() > 1:
             assert toys.same(tensor, torch.cat([part[k] for part in parts]))
+    return "equal"
+
+
+def replicated(folder: Path, name: str, m: int, batches: Sequence[Sequence[int]]) -> str:
+    """Steps of replicas, each with its own number of rows, whose gradients add up over steps."""
+    toy = toys.TOYS[name]
+    dp = len(batches[0])
+    model, pipe = pair(folder, toy, dp=dp)
+    plain = [copy.deepcopy(model) for _ in range(dp)]
+    random = name == "noisy"
+    for rows in batches:
+        first, *unbatched = toy.inputs(sum(rows))
+        pieces = [(piece, *unbatched) for piece in first.split(list(rows))]
+        shares = [n / sum(rows) for n in rows]
+        expected, drawn = torch.zeros((), dtype=torch.float64), 0
+        for share, each, piece, n in zip(shares, plain, pieces, rows, strict=True):
+            torch.manual_seed(3)
+            microbatch_seeds(drawn)  # those of the replicas before
+            drawn += min(m, n)
+            expected += share * toys.plain_step(toy, each, piece, min(m, n), random, share)
+        torch.manual_seed(3)
+        inputs = pieces[pipe._ranks.replica]
+        found = pipe.step(*own(pipe, inputs, False), loss_fn=toys.mean_loss)
+        assert toys.same(found, expected), (rows, found, expected)
+    for parameters in zip(*(each.parameters() for each in plain), strict=True):
+        if parameters[0].grad is not None:
+            parameters[0].grad = torch.stack([p.grad for p in parameters]).sum(0)
+    toys.assert_same_state(pipe, plain[0])
+    return "equal"
+
+
+def replicas_start_equal(folder: Path) -> list[Tensor]:
+    """What a rank's parameters are after loading, where each process draws others."""
+    torch.manual_seed(torch.distributed.get_rank())
+    pipe = load(folder, distributed=True, dp=2)
+    return [parameter.detach() for parameter in pipe.parameters()]
+
+
+def replicated_training(folder: Path, path: Path) -> str:
+    """Replicas that clip, scale and save; what the plain model has after as many steps."""
+    toy = toys.TIED
+    model, pipe = pair(folder, toy, dp=2)
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.05) for each in (model, pipe)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for rows in ((5, 3), (4, 6)):
+        (x,) = toy.inputs(sum(rows))
+        expected = toys.plain_step(toy, model, (x,), sum(rows))
+        piece = x.split(list(rows))[pipe._ranks.replica]
+        assert toys.same(pipe.step(piece, loss_fn=toys.mean_loss, scaler=scaler), expected)
+        scaler.unscale_(optimizers[1])
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert toys.same(pipe.clip_grad_norm_(0.1), norm.double())
+        optimizers[0].step()
+        scaler.step(optimizers[1])
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    values = dict(model.named_parameters())
+    assert all(toys.same(p, values[name]) for name, p in pipe.named_parameters())
+    checkpoint.save(path, pipe, optimizers[1], pipe._ranks.replica)
     return "equal"
 
 
@@ -212,6 +274,11 @@ def refused(folder: Path, **settings: object) -> str:
 def refused_folder(folders: Sequence[Path]) -> str:
     """The error where each rank has a package of its own."""
     return refused(folders[torch.distributed.get_rank()])
+
+
+def refused_replicas(folder: Path, dps: Sequence[int]) -> str:
+    """The error where each rank asks for a number of replicas of its own."""
+    return refused(folder, dp=dps[torch.distributed.get_rank()])
 
 
 def misused(folder: Path, m: int) -> list[str]:

@@ -718,15 +718,20 @@ def mean_loss(output: object, target: object = None) -> Tensor:
 
 
 def plain_step(
-    toy: Toy, model: nn.Module, inputs: tuple[Tensor, ...], m: int, random: bool = False
+    toy: Toy,
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    m: int,
+    random: bool = False,
+    share: float = 1.0,
 ) -> Tensor:
-    """The plain model micro-batch by micro-batch: backward of the mean over the batch."""
+    """The plain model micro-batch by micro-batch: backward of `share` of the batch's mean."""
     batch = len(inputs[0])
     loss = torch.zeros((), dtype=torch.float64)
     outputs = microbatched_outputs(toy, model, inputs, m, random)
     for output, n in zip(outputs, rows(batch, m), strict=True):
         loss = loss + mean_loss(output) * (n / batch)
-    loss.backward()
+    (loss * share).backward()
     return loss.detach()
 
 
