@@ -6,8 +6,9 @@ from pathlib import Path
 from torch import Tensor
 
 import fxpipe
-from fxpipe.errors import PackageError
+from fxpipe.errors import PackageError, WeightsError
 from fxpipe.runtime.manifest import Manifest
+from fxpipe.runtime.tensor_file import bytes_of, entries_of, refuse_unwritable, write
 
 # "format" is asked for by transformers; the other tells our files from those put in their place.
 _METADATA = {"format": "pt", "writer": f"fxpipe {fxpipe.__version__}"}
@@ -20,18 +21,17 @@ def write_weights(folder: Path, manifest: Manifest, state: Mapping[str, Tensor])
     stage uses is in `unused.safetensors`. Tensors are written from where they lie, one by one,
     whatever their size. Raises PackageError for a tensor that the format does not know.
     """
-    from safetensors.torch import save_file
-
     folder.mkdir()
     for file, names in _files(manifest).items():
-        tensors = _apart({name: state[name].detach() for name in names})
+        entries = entries_of({name: state[name] for name in names})
         try:
-            save_file(tensors, folder / file, metadata=_METADATA)
-        except (KeyError, ValueError) as error:  # a dtype or a layout
+            refuse_unwritable(entries)
+        except WeightsError as error:
             raise PackageError(
-                f"safetensors can't hold the weights for {file} ({error}): leave them out, and "
-                "load them from torch.save(model.state_dict(), ...)"
+                f"{error}: leave weights out, and load them from torch.save(...)"
             ) from error
+        contents = (bytes_of(state[entry.name]) for entry in entries)
+        write(folder / file, entries, contents, _METADATA)
 
 
 def refuse_valueless(model: str, tensors: Iterable[Tensor]) -> None:
@@ -41,18 +41,6 @@ def refuse_valueless(model: str, tensors: Iterable[Tensor]) -> None:
             f"{model} was built without memory, so it has no values to write: leave --weights out, "
             "and load them by pipe.load_weights(path)"
         )
-
-
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous, and none in the memory of another, which safetensors refuses."""
-    apart: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if storage in storages else tensor
-        apart[name] = apart[name].contiguous()
-        storages.add(storage)
-    return apart
 
 
 def _files(manifest: Manifest) -> dict[str, list[str]]:

@@ -137,3 +137,19 @@ def test_shards_that_transformers_wrote_are_loaded(example, tmp_path, monkeypatc
     state = model.state_dict()
     assert list(pipe.state_dict()) == list(state)
     assert all(torch.equal(tensor, state[name]) for name, tensor in pipe.state_dict().items())
+
+
+def test_transformers_loads_what_a_pipeline_has_saved(tmp_path, monkeypatch):
+    gpt2 = Example("gpt2", tmp_path)
+    model = gpt2.target.build()
+    pipe = load(gpt2.compile(2, monkeypatch).write(tmp_path / "out"))
+    pipe.load_state_dict(model.state_dict())
+    model.config.save_pretrained(tmp_path / "trained")
+    state = model.state_dict()
+    for size in ("10KB", "5GB"):
+        pipe.save_weights(tmp_path / "trained", size)
+        assert (len(list((tmp_path / "trained").glob("*.safetensors"))) > 1) is (size == "10KB")
+        again, told = type(model).from_pretrained(tmp_path / "trained", output_loading_info=True)
+        assert not any(told.values()), told
+        assert list(again.state_dict()) == list(state)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items())

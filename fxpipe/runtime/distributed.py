@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxpipe.errors import InputError
+from fxpipe.errors import FxpipeError, InputError, WeightsError
 from fxpipe.runtime import microbatch, stream
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.call import Call
@@ -37,6 +38,7 @@ from fxpipe.runtime.rank_plan import RankPlan
 from fxpipe.runtime.ranks import Ranks
 from fxpipe.runtime.replicas import Replicas
 from fxpipe.runtime.room import check_room
+from fxpipe.runtime.saving import save
 from fxpipe.runtime.shared_weights import SharedWeights, first_names, holders
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.step import Step
@@ -189,11 +191,34 @@ class DistributedPipeline(Pipeline):
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
 
+    def save_weights(self, path: str | Path, max_shard_size: int | str = "5GB") -> None:
+        """Write all ranks' weights: `Pipeline.save_weights`, by all together.
+
+        Each writes its own shards into a folder that they share; a single file is written by the
+        first, to which the others hand their tensors one by one. One owner writes what several
+        hold. Raises InputError and WeightsError, alike on all ranks.
+        """
+        problem: FxpipeError | None = None
+        with self._ranks.telling():
+            try:
+                save(Path(path), self._owned(), max_shard_size, self._ranks)
+            except (InputError, WeightsError) as error:
+                problem = error
+        if problem is not None:
+            raise problem
+
     def __repr__(self) -> str:
         return f"rank {self._ranks.rank} of {self._ranks.size}: {super().__repr__()}"
 
     def __deepcopy__(self, _: object) -> NoReturn:
         raise InputError("a pipeline over processes can't be copied: load the package again")
+
+    def _owned(self) -> dict[str, Tensor]:
+        if self._ranks.replica:
+            return {}  # the first replica has them all
+        owners = {name: ranks[0] for name, ranks in holders(self._manifest).items()}
+        tensors = super()._owned().items()
+        return {name: tensor for name, tensor in tensors if owners[name] == self._ranks.rank}
 
     @contextmanager
     def _collected(self) -> Iterator[None]:

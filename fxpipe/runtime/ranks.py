@@ -144,6 +144,13 @@ class Ranks:
         self.together(lambda: dist.all_gather_object(found, mine, group))
         return found  # type: ignore[return-value]
 
+    def hand_over(self, tensor: Tensor, source: int, target: int) -> None:
+        """Fill `tensor` on rank `target` of all with what it holds on `source`; both call it."""
+        if self.world_rank == source:
+            self.together(lambda: dist.send(tensor, target, self.world_group))
+        else:
+            self.together(lambda: dist.recv(tensor, source, self.world_group))
+
     def together(self, collective: Job) -> None:
         """Run what all ranks run; raises StageError if one fails meanwhile."""
         done = threading.Event()

@@ -63,6 +63,11 @@ class State:
         self.ties = tuple(self._ties())
         self.bind(root)
 
+    @property
+    def first_names(self) -> list[str]:
+        """A name of each parameter and buffer."""
+        return list(dict.fromkeys(map(_first_name, self._specs)))
+
     def parameters(self, root: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters by each of their names."""
         return dict(root.named_parameters(remove_duplicate=False))

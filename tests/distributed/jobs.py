@@ -3,13 +3,16 @@
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import toys
 from torch import Tensor, nn
 
 from fxpipe import checkpoint
-from fxpipe.runtime import load
+from fxpipe.errors import WeightsError
+from fxpipe.runtime import load, saving
 from fxpipe.runtime.distributed import DistributedPipeline
 from fxpipe.runtime.random import microbatch_seeds
 
@@ -374,3 +377,43 @@ def told(folder: Path, batches: Sequence[int]) -> int:
     for batch in batches:
         pipe.step(*toys.SKIPS.inputs(batch), loss_fn=toys.mean_loss)
     return len(pipe._layouts)
+
+
+def weights_saved(folder: Path, name: str, paths: Sequence[Path], dp: int = 1) -> list[str]:
+    """Save the weights to each path, as small shards or one file; what this rank wrote of them."""
+    model, pipe = pair(folder, toys.TOYS[name], dp=dp)
+    opened: list[str] = []
+    write = saving.write
+
+    def spy(path: Path, *rest: Any) -> None:
+        opened.append(path.name)
+        write(path, *rest)
+
+    with mock.patch.object(saving, "write", spy):
+        for path in paths:
+            pipe.save_weights(path, 200)
+            with torch.no_grad():
+                for parameter in pipe.parameters():
+                    parameter.zero_()
+            pipe.load_weights(path)
+            state = model.state_dict()
+            assert all(torch.equal(t, state[name]) for name, t in pipe.state_dict().items())
+    return opened
+
+
+def weights_not_saved(folder: Path, path: Path) -> str:
+    """The error where rank 1's disk is full; the next step goes on."""
+    _, pipe = pair(folder, toys.TIED)
+    pipe.save_weights(path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    found = ""
+    with mock.patch.object(saving, "write", full if pipe.is_last else saving.write):
+        try:
+            pipe.save_weights(path)
+        except WeightsError as error:
+            found = str(error)
+    pipe.step(*toys.TIED.inputs(), loss_fn=toys.mean_loss)
+    return found
