@@ -17,57 +17,31 @@ import os
 import platform
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from compile_time import processor
-from torch import Tensor, nn
 from torch_pipelining import SCHEDULES, Peer
-from transformer import batch, blocks, loss_fn
+from transformer import (
+    WORKLOADS,
+    Workload,
+    batch,
+    blocks,
+    difference,
+    loss_fn,
+    milliseconds,
+    plain_step,
+    same,
+    table,
+)
 
 import fxpipe
 
 HERE = Path(__file__).parent
 
 
-class Workload(NamedTuple):
-    """Hidden size, blocks, rows of a batch, sequence length, micro-batches."""
-
-    hidden: int
-    layers: int
-    rows: int
-    sequence: int
-    m: int
-
-
-WORKLOADS = {  # and the goals: milliseconds by the peer's best, eager and compiled
-    Workload(256, 8, 16, 128, 8): (0.88, None),
-    Workload(64, 16, 32, 32, 16): (0.90, 0.75),
-    Workload(512, 8, 16, 128, 8): (0.95, None),
-}
-
-
-def milliseconds(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    run()
-    return (time.perf_counter() - started) * 1e3
-
-
-def same(name: str, difference: float) -> None:
-    if not difference < 1e-4:
-        raise SystemExit(f"{name} computes something else: relative difference {difference:.1e}")
-
-
-def difference(found: nn.Module, gradients: dict[str, Tensor]) -> float:
-    """How far the gradients are from the plain model's, relative to the largest."""
-    parameters = dict(found.named_parameters())
-    return max(
-        ((parameters[name].grad - g).abs().max() / g.abs().max()).item()
-        for name, g in gradients.items()
-    )
+# Milliseconds by the peer's best: ours, eager and compiled.
+GOALS = dict(zip(WORKLOADS, [(0.88,), (0.90, 0.75), (0.95,)], strict=True))
 
 
 def measure(work: Workload, peer: Peer, compiled: bool, rounds: int) -> dict[str, float]:
@@ -75,13 +49,8 @@ def measure(work: Workload, peer: Peer, compiled: bool, rounds: int) -> dict[str
     model = blocks(work.hidden, work.layers)
     x, target = batch(work.hidden, work.rows, work.sequence)
 
-    def plain_step() -> float:
-        total = 0.0
-        for piece, wanted in zip(x.chunk(work.m), target.chunk(work.m), strict=True):
-            loss = loss_fn(model(piece), wanted) / work.m
-            loss.backward()
-            total += loss.item()
-        return total
+    def plain() -> float:
+        return plain_step(model, x, target, work.m)
 
     with tempfile.TemporaryDirectory() as folder:
 
@@ -98,12 +67,14 @@ def measure(work: Workload, peer: Peer, compiled: bool, rounds: int) -> dict[str
         ours["fxpipe, interleaved"] = fxpipe.load(compile("interleaved"))
         peer.prepare(*work)
 
-        expected = plain_step()
+        expected = plain()
         gradients = {name: p.grad for name, p in model.named_parameters()}
         torch.save(gradients, f"{folder}/gradients")
         for name, pipe in ours.items():
             loss = pipe.step(x, target=target, loss_fn=loss_fn).item()
-            same(name, max(difference(pipe, gradients), abs(loss - expected) / abs(expected)))
+            named = dict(pipe.named_parameters())
+            away = difference({name: named[name].grad for name in gradients}, gradients)
+            same(name, max(away, abs(loss - expected) / abs(expected)))
         for name in SCHEDULES:
             loss = peer.step(name)[1]
             away = peer.difference(Path(folder) / "gradients")
@@ -112,7 +83,7 @@ def measure(work: Workload, peer: Peer, compiled: bool, rounds: int) -> dict[str
     times: dict[str, list[float]] = {name: [] for name in ("plain", *ours, *SCHEDULES)}
     for _ in range(rounds):
         model.zero_grad()
-        times["plain"].append(milliseconds(plain_step))
+        times["plain"].append(milliseconds(plain))
         for schedule in SCHEDULES:
             for name, pipe in ours.items():
                 pipe.zero_grad()
@@ -120,23 +91,6 @@ def measure(work: Workload, peer: Peer, compiled: bool, rounds: int) -> dict[str
                 times[name].append(step)
             times[schedule].append(peer.step(schedule)[0])
     return {name: statistics.median(values) for name, values in times.items()}
-
-
-def table(measured: dict[Workload, dict[str, float]]) -> str:
-    names = list(next(iter(measured.values())))
-    ours = [name for name in names if name.startswith("fxpipe")]
-    ratios = [f"{name} / best" for name in ours]
-    heads = ["h, layers, batch, sequence, m", "limit", *names, *ratios, "goals"]
-    lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1)]
-    for work, times in measured.items():
-        best = min(times[name] for name in SCHEDULES)
-        limit = times["plain"] * (work.m + 1) / (2 * work.m)
-        cells = [", ".join(map(str, work)), f"{limit:.0f}"]
-        cells += [f"{times[name]:.0f}" for name in names]
-        cells += [f"{times[name] / best:.2f}" for name in ours]
-        goals = [goal for goal in WORKLOADS[work][: len(ours)] if goal is not None]
-        lines.append(f"| {' | '.join([*cells, ', '.join(map(str, goals))])} |")
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -148,9 +102,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     peer = Peer()
-    chosen = [list(WORKLOADS)[k] for k in options.workloads]
+    chosen = [WORKLOADS[k] for k in options.workloads]
     measured = {work: measure(work, peer, options.compile, options.rounds) for work in chosen}
     peer.close()
+    goals = {work: all_[: 1 + options.compile] for work, all_ in GOALS.items()}
     text = (
         f"# Two CPU lanes against two processes\n\n{datetime.date.today()}, {processor()}, "
         f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}.\n"
@@ -159,7 +114,7 @@ def main() -> None:
         "of one thread each, fxpipe one process of\ntwo lanes, 1F1B if not said otherwise; limit "
         "is plain on two lanes with the bubble of 1F1B.\n"
         f"Made by `python benchmarks/cpu_lanes.py{' --compile' * options.compile} --write`.\n\n"
-        f"{table(measured)}\n"
+        f"{table(measured, SCHEDULES, goals)}\n"
     )
     print(text)
     if options.write:

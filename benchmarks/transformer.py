@@ -1,4 +1,8 @@
-"""Transformer blocks, the work on which benchmarks compare pipelines."""
+"""Transformer blocks, the work on which benchmarks compare pipelines, and the table of times."""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,3 +44,74 @@ def batch(hidden: int, rows: int, sequence: int) -> tuple[Tensor, Tensor]:
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target)
+
+
+class Workload(NamedTuple):
+    """Hidden size, blocks, rows of a batch, sequence length, micro-batches."""
+
+    hidden: int
+    layers: int
+    rows: int
+    sequence: int
+    m: int
+
+
+WORKLOADS = (
+    Workload(256, 8, 16, 128, 8),
+    Workload(64, 16, 32, 32, 16),
+    Workload(512, 8, 16, 128, 8),
+)
+
+
+def plain_step(model: nn.Module, x: Tensor, target: Tensor, m: int) -> float:
+    """The plain model's training step, micro-batch by micro-batch; the loss."""
+    total = 0.0
+    for piece, wanted in zip(x.chunk(m), target.chunk(m), strict=True):
+        loss = loss_fn(model(piece), wanted) / m
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """How far the gradients found are from those expected, relative to the largest."""
+    return max(
+        ((gradient - expected[name]).abs().max() / expected[name].abs().max()).item()
+        for name, gradient in found.items()
+    )
+
+
+def same(name: str, difference: float) -> None:
+    """Raises SystemExit if numbers differ by more than rounding."""
+    if not difference < 1e-4:
+        raise SystemExit(f"{name} computes something else: relative difference {difference:.1e}")
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return (time.perf_counter() - started) * 1e3
+
+
+def table(
+    measured: Mapping[Workload, Mapping[str, float]],
+    theirs: Collection[str],
+    goals: Mapping[Workload, Sequence[float]],
+) -> str:
+    """Milliseconds by workload and by who takes them, and ours by the best of `theirs`.
+
+    1F1B on two devices can't be shorter than `limit`: plain, halved, and its bubble.
+    """
+    names = list(next(iter(measured.values())))
+    ours = [name for name in names if name.startswith("fxpipe")]
+    ratios = [f"{name} / best" for name in ours]
+    heads = ["h, layers, batch, sequence, m", "limit", *names, *ratios, "goals"]
+    lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1)]
+    for work, times in measured.items():
+        best = min(times[name] for name in theirs)
+        limit = times["plain"] * (work.m + 1) / (2 * work.m)
+        cells = [", ".join(map(str, work)), f"{limit:.0f}"]
+        cells += [f"{times[name]:.0f}" for name in names]
+        cells += [f"{times[name] / best:.2f}" for name in ours]
+        lines.append(f"| {' | '.join([*cells, ', '.join(map(str, goals[work]))])} |")
+    return "\n".join(lines)

@@ -62,7 +62,7 @@ class Memory:
         self._predicted = tuple(predicted)
         self._stages = tuple(stages)
         self._measured: dict[int, int] = {}
-        self._jobs: dict[int, _Counted] = {}
+        self._jobs: dict[int, Counted] = {}
         self._tally = Tally(len(devices))
 
     @property
@@ -98,7 +98,7 @@ class Memory:
     def counted(self, jobs: Sequence[Job]) -> list[Job]:
         """The lanes' jobs, which are counted as they run."""
         self._jobs = {
-            lane: _Counted(self._tally, lane, job)
+            lane: Counted(self._tally, lane, job)
             for lane, (job, device) in enumerate(zip(jobs, self._devices, strict=True))
             if stream.peak_bytes(device) is None
         }
@@ -157,8 +157,8 @@ class Tally:
             self.peaks[lane] = max(self.peaks[lane], self._held[lane])
 
 
-class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A lane's job; what its ops make is counted."""
+class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A lane's job; what its ops make, on the thread that calls it, is counted."""
 
     def __init__(self, tally: Tally, lane: int, job: Job) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -167,6 +167,7 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._job = job
 
     def __call__(self) -> None:
+        """Do the job."""
         with self:
             self._job()
 

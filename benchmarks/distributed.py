@@ -1,0 +1,264 @@
+"""fxpipe over two processes against torch.distributed.pipelining, in the same two processes.
+
+    python benchmarks/distributed.py             print the tables
+    python benchmarks/distributed.py --write     and keep them in benchmarks/DISTRIBUTED.md
+    python benchmarks/distributed.py --workloads 1 --rounds 2 --rows 16     a quick run
+
+Two gloo ranks of one thread each, on the transformer blocks, weights and batches of cpu_lanes.py.
+Ours runs under `load(..., distributed=True)`, theirs every schedule it has for two processes, of
+which the fastest counts. All run in turns, a step each, so that what else the machine does falls on
+all alike; times are medians. First, losses and gradients are compared with the plain model's. Then
+peak memory, what an action that computes nothing costs with its messages, and a U-Net whose skips
+pass over stages.
+"""
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from common import HERE, example, machine, size
+from overhead import Scale
+from overhead import loss_fn as no_loss
+from torch import nn
+from torch.distributed.pipelining import SplitPoint, pipeline
+from torch_pipelining import SCHEDULES, Peer, Pipelined, Rank
+from transformer import (
+    WORKLOADS,
+    Workload,
+    batch,
+    blocks,
+    difference,
+    loss_fn,
+    milliseconds,
+    plain_step,
+    same,
+    table,
+)
+
+import fxpipe
+from fxpipe.runtime.distributed import DistributedPipeline
+from fxpipe.runtime.memory import Counted, Tally
+
+OURS = ("1f1b", "interleaved", "zb-h1", "zb-v")
+GOALS = dict(zip(WORKLOADS, [(0.92,), (0.86,), (0.95,)], strict=True))
+SKIPPING = {"interleaved": "interleaved", "zb-v": "ZBV"}  # ours and theirs, for the U-Net
+
+
+def named(schedule: str) -> str:
+    return f"fxpipe, {schedule}"
+
+
+class Both(Rank):
+    """A rank of both."""
+
+    def prepare_ours(self, folder: Path) -> None:
+        """Load the packages that stand in the folder."""
+        self._ours: dict[str, DistributedPipeline] = {
+            named(path.name): fxpipe.load(path, distributed=True)
+            for path in sorted(folder.iterdir())
+        }
+
+    def step(self, name: str) -> tuple[float, float | None]:
+        if name not in self._ours:
+            return super().step(name)
+        return self._timed(self._ours[name], lambda: self._our_step(name))
+
+    def peak(self, name: str) -> int:
+        """The bytes that this rank holds at its fullest, in a step after the first."""
+        if name in self._ours:
+            self._ours[name].zero_grad()
+            with self._ours[name].memory() as memory:
+                self._our_step(name)
+            return memory.peaks[0].measured_bytes or 0
+        tally = Tally(1)
+        self._model.zero_grad()
+
+        def steps() -> None:
+            pipelined = Pipelined(name, self._model, self._rank, self._m, loss_fn)
+            tally.add(0, [p for part in pipelined.parts for p in part.parameters()])
+            pipelined.step(self._x, self._target)
+            self._model.zero_grad()
+            tally.peaks[0] = 0
+            pipelined.step(self._x, self._target)
+
+        Counted(tally, 0, steps)()
+        return tally.peaks[0]
+
+    def empty(self, folder: Path, m: int, rounds: int) -> dict[str, float]:
+        """Median milliseconds of a step whose two stages multiply one number by one weight."""
+        ours = fxpipe.load(folder, distributed=True)
+        model, x = nn.Sequential(Scale(), Scale()), torch.randn(m, 1)
+        theirs = Pipelined("1F1B", model, self._rank, m, no_loss)
+        steps: dict[str, Callable[[], float | None]] = {
+            "fxpipe": lambda: ours.step(x, target=x, loss_fn=no_loss).item(),
+            "torch.distributed.pipelining": lambda: theirs.step(x, x),
+        }
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(5 + rounds):
+            for name, step in steps.items():
+                times[name].append(self._timed(model, step)[0])
+        return {name: statistics.median(found[5:]) for name, found in times.items()}
+
+    def skipping(self, folder: Path, gradients: Path) -> float:
+        """How far the gradients of a U-Net that was compiled are from those in a file."""
+        _, x, target = unet()
+        pipe = fxpipe.load(folder, distributed=True)
+        pipe.step(x, target=target, loss_fn=example("unet").loss)
+        expected = torch.load(gradients)
+        own = {name: p.grad for name, p in pipe.named_parameters()}
+        return difference(own, expected)
+
+    def skipping_theirs(self, name: str) -> str:
+        """How a step of the U-Net ends there."""
+        model, x, target = unet()
+        schedule, held = SCHEDULES[name]
+        parts = ("encoders.2", "bottleneck", "decoders.2")
+        try:
+            split = dict.fromkeys(parts, SplitPoint.BEGINNING)
+            cut = pipeline(model, (x[:1],), split_spec=split)
+            stages = [cut.build_stage(j, torch.device("cpu")) for j in held[self._rank]]
+            running = schedule(stages, len(x), loss_fn=example("unet").loss)
+            if any(stage.is_last for stage in stages):
+                running.step(*((x,) if self._rank == 0 else ()), target=target)
+            else:
+                running.step(*((x,) if self._rank == 0 else ()))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        dist.barrier()
+        return "runs"
+
+    def _our_step(self, name: str) -> float:
+        return self._ours[name].step(self._x, target=self._target, loss_fn=loss_fn).item()
+
+
+def unet() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A small U-Net in float64, a batch and its targets; without dropout, to compare numbers."""
+    torch.manual_seed(0)
+    model = example("unet").UNet(depth=3, n_blocks=1, channels=4).double()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout2d):
+            module.p = 0.0
+    return model, torch.rand(4, 3, 32, 32).double(), torch.ones(4, 1, 32, 32).double()
+
+
+def measure(work: Workload, peer: Peer, rounds: int) -> tuple[dict[str, float], dict[str, int]]:
+    """Median milliseconds of a step, and bytes of the fuller rank, by who makes it."""
+    model = blocks(work.hidden, work.layers)
+    x, target = batch(work.hidden, work.rows, work.sequence)
+    names = [*map(named, OURS), *SCHEDULES]
+
+    def plain() -> float:
+        return plain_step(model, x, target, work.m)
+
+    with tempfile.TemporaryDirectory() as folder:
+        packages, gradients = Path(folder) / "packages", Path(folder) / "gradients"
+        for schedule in OURS:
+            package = fxpipe.compile(
+                model, (x,), devices=["cpu"] * 2, microbatches=work.m, schedule=schedule
+            )
+            package.write(packages / schedule, weights=True)
+        peer.prepare(*work)
+        peer.ask("prepare_ours", packages)
+        expected = plain()
+        torch.save({name: p.grad for name, p in model.named_parameters()}, gradients)
+        for name in names:
+            loss = peer.step(name)[1]
+            same(name, max(peer.difference(gradients), abs(loss - expected) / abs(expected)))
+    peaks = {name: max(peer.ask("peak", name)) for name in names}
+
+    times: dict[str, list[float]] = {name: [] for name in ("plain", *names)}
+    for _ in range(rounds):
+        model.zero_grad()
+        times["plain"].append(milliseconds(plain))
+        for name in names:
+            times[name].append(peer.step(name)[0])
+    return {name: statistics.median(values) for name, values in times.items()}, peaks
+
+
+def peak_table(peaks: dict[Workload, dict[str, int]]) -> str:
+    names = list(next(iter(peaks.values())))
+    heads = ["h, layers, batch, sequence, m", *names]
+    lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * len(names)]
+    for work, found in peaks.items():
+        cells = [", ".join(map(str, work)), *(size(found[name]) for name in names)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def empty_actions(m: int, rounds: int) -> str:
+    """Microseconds of an action that computes next to nothing, by who runs it."""
+    peer = Peer(Both)
+    model = nn.Sequential(Scale(), Scale())
+    with tempfile.TemporaryDirectory() as folder:
+        package = fxpipe.compile(
+            model, (torch.randn(m, 1),), devices=["cpu"] * 2, microbatches=m, schedule="1f1b"
+        )
+        found, _ = peer.ask("empty", package.write(f"{folder}/out"), m, rounds)
+    peer.close()
+    return ", ".join(f"{name} {1e3 * ms / (2 * m):.0f}" for name, ms in found.items())
+
+
+def skips() -> str:
+    """A line for each schedule under which the U-Net runs, or doesn't."""
+    model, x, target = unet()
+    pieces = zip(x.split(1), target.split(1), strict=True)
+    for piece, wanted in pieces:
+        (example("unet").loss(model(piece), wanted) / len(x)).backward()
+    lines = ["| U-Net | fxpipe | torch.distributed.pipelining |", "| --- | --- | --- |"]
+    with tempfile.TemporaryDirectory() as folder:
+        gradients = Path(folder) / "gradients"
+        torch.save({name: p.grad for name, p in model.named_parameters()}, gradients)
+        for schedule, theirs in SKIPPING.items():
+            package = fxpipe.compile(
+                model, (x,), devices=["cpu"] * 2, microbatches=len(x), schedule=schedule
+            )
+            peer = Peer(Both)
+            out = package.write(f"{folder}/{schedule}", weights=True)
+            away = max(peer.ask("skipping", out, gradients))
+            peer.close()
+            error = Peer(Both).first("skipping_theirs", theirs)
+            lines.append(f"| {schedule} | runs, gradients within {away:.0e} | {error} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--workloads", type=int, nargs="*", default=range(len(WORKLOADS)))
+    parser.add_argument("--rows", type=int, help="of a batch; the workload's own if left out")
+    parser.add_argument("--write", action="store_true", help="keep it in DISTRIBUTED.md")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    peer = Peer(Both)
+    times, peaks, goals = {}, {}, {}
+    for k in options.workloads:
+        work = WORKLOADS[k]._replace(**({"rows": options.rows} if options.rows else {}))
+        times[work], peaks[work] = measure(work, peer, options.rounds)
+        goals[work] = GOALS[WORKLOADS[k]]
+    peer.close()
+    text = (
+        f"# Two processes\n\n{machine()}.\n"
+        "fxpipe under `load(..., distributed=True)` and torch.distributed.pipelining in the same "
+        "two gloo processes of one\nthread each. Milliseconds of a training step, medians of "
+        f"{options.rounds} turns taken one after the other; plain is one thread,\nmicro-batch by "
+        "micro-batch; limit is plain on two ranks with the bubble of 1F1B.\n"
+        "Made by `python benchmarks/distributed.py --write`.\n\n"
+        f"{table(times, SCHEDULES, goals)}\n\n"
+        "What the fuller rank holds at its fullest: its parameters, and the memory of all tensors "
+        f"that its ops make.\n\n{peak_table(peaks)}\n\n"
+        "Microseconds of a rank's action that multiplies one number by another, with what it "
+        f"receives and sends\n(1F1B, 32 micro-batches): {empty_actions(32, 50)}.\n\n"
+        "A U-Net in four parts on two ranks, in float64 against the plain model; its skips pass "
+        f"over a part.\n\n{skips()}\n"
+    )
+    print(text)
+    if options.write:
+        (HERE / "DISTRIBUTED.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
