@@ -93,6 +93,10 @@ class Schedule:
             tuple(tuple(a for a in row if a.microbatch < n_microbatches) for row in self.rows)
         )
 
+    def forwards(self) -> "Schedule":
+        """The table without its backwards."""
+        return Schedule(tuple(tuple(a for a in row if a.kind is Kind.FORWARD) for row in self.rows))
+
     def to_csv(self) -> str:
         """The table as text, one line per device."""
         out = io.StringIO()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.runtime.copy import Links
-from fxpipe.runtime.mailbox import Mailbox, Outbox
+from fxpipe.runtime.mailbox import Mailbox, Mirror, Outbox
 from fxpipe.runtime.memory import Memory
 from fxpipe.runtime.portal import CALLER, Wire, Wires, add_gradients, source_of
 from fxpipe.runtime.random import RandomStream
@@ -16,7 +16,7 @@ from fxpipe.runtime.trace import Recorder
 from fxpipe.schedule import Action
 
 Key = tuple[str, Wire | None, int, int]
-Box = Mailbox[Key] | Outbox[Key]
+Box = Mailbox[Key] | Outbox[Key] | Mirror[Key]
 
 _UNSEEN = nullcontext()
 

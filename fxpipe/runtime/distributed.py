@@ -6,7 +6,7 @@ rank lands in the call's outbox and is sent once the action is done.
 
 import hashlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,23 +20,24 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.errors import FxpipeError, InputError, WeightsError
-from fxpipe.runtime import microbatch, stream
+from fxpipe.runtime import microbatch, rank_visits, stream
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.closure import running
 from fxpipe.runtime.end import LossFn
-from fxpipe.runtime.exchange import Exchange, Layout
+from fxpipe.runtime.exchange import Exchange, Layouts
 from fxpipe.runtime.fit import sizes_of
 from fxpipe.runtime.manifest import EstimateSpec, Manifest
 from fxpipe.runtime.meeting import Given, Word, agreed
-from fxpipe.runtime.messages import Message, Receive, Reduce, Send
+from fxpipe.runtime.messages import Message, Receive, Reduce, Row, Send
 from fxpipe.runtime.overflow import share_overflow
-from fxpipe.runtime.pipeline import Pipeline
+from fxpipe.runtime.pipeline import Pipeline, Visit
 from fxpipe.runtime.portal import CALLER, Wires, add_gradients
 from fxpipe.runtime.random import RandomStream, microbatch_seeds
 from fxpipe.runtime.rank_plan import RankPlan
 from fxpipe.runtime.ranks import Ranks
 from fxpipe.runtime.replicas import Replicas
+from fxpipe.runtime.replicated import ReplicatedCall
 from fxpipe.runtime.room import check_room
 from fxpipe.runtime.saving import save
 from fxpipe.runtime.shared_weights import SharedWeights, first_names, holders
@@ -100,7 +101,7 @@ class DistributedPipeline(Pipeline):
         if ranks.dp > 1:
             shared = [each.name for each in self._shared.shared]
             self._replicas = Replicas(ranks, own, self._plan.order[rank], first, shared)
-        self._layouts: dict[object, Mapping[Message, Layout | None]] = {}
+        self._layouts: dict[object, Layouts] = {}
 
     def equalize(self) -> None:
         """Give what several ranks hold the values that the first of them has."""
@@ -121,15 +122,16 @@ class DistributedPipeline(Pipeline):
     def forward(self, *args: object, **kwargs: object) -> Any:
         """The original model's output for a batch, without gradients.
 
-        It comes on the last stage's rank, None on others; loaded with `outputs="all"`, on all.
+        It comes on the last stage's rank, None on others; loaded with `outputs="all"`, on all. In a
+        closure of a `Runner` all ranks give its inputs and get its output, with gradients too.
         Raises InputError, StageError.
         """
         if running() is not None:
-            raise InputError("a Runner's closures call pipelines of one process")
+            return super().forward(*args, **kwargs)
         if torch.is_grad_enabled():
             raise InputError(
-                "over several processes a call makes no graph: train with step(), or call the "
-                "pipeline under torch.no_grad()"
+                "over several processes a call makes no graph: train with step() or a Runner, or "
+                "call the pipeline under torch.no_grad()"
             )
         microbatch.refuse_unmergeable(self._manifest, self.training)
         inputs, meeting = self._meet("an input", args, kwargs, ())
@@ -309,11 +311,35 @@ class DistributedPipeline(Pipeline):
         wires = self._wires[self.training]
         return Call(self._everywhere, wires, links, 1, m, elsewhere)
 
+    def _new_visits(self, first: Visit, m: int) -> ReplicatedCall:
+        return rank_visits.begin(self, first, m)
+
+    def _run_visits(self, call: Call, table: Schedule, conduct: Callable[[], None]) -> None:
+        assert isinstance(call, ReplicatedCall)
+        rank_visits.run(self, call, table, conduct)
+
     def _run_row(self, step: Step, call: Call, meeting: Meeting, backward: bool) -> None:
         """Run this rank's row; then keep what was learnt of the messages."""
         rows = self._plan.rows(call.m, self.training, backward)
         known = self._layouts.get(meeting.kind)
         shape = partial(self._plan.shape, meeting.given)
+        learnt = self._exchange(step, call, rows, known, shape, self._ranks.wait)
+        if known is None:
+            self._layouts[meeting.kind] = learnt
+
+    def _exchange(
+        self,
+        step: Step,
+        call: Call,
+        rows: Sequence[Row],
+        known: Layouts | None,
+        shape: Callable[[Message], tuple[int, ...] | None],
+        meanwhile: Callable[[threading.Event], None],
+    ) -> Layouts:
+        """Run this rank's row on its lane; what was learnt of the messages.
+
+        `meanwhile` runs here, and is given what is set once the row is done.
+        """
         if self._trace is not None:
             call.record(self._trace.recorder())
         done = threading.Event()
@@ -337,11 +363,10 @@ class DistributedPipeline(Pipeline):
             finally:
                 done.set()
 
-        self._run([run], call, partial(self._ranks.wait, done))
+        self._run([run], call, partial(meanwhile, done))
         if self._replicas is not None and self.training:
             self._replicas.equalize(self._written())
-        if known is None:
-            self._layouts[meeting.kind] = exchanges[0].learnt
+        return exchanges[0].learnt
 
     def _written(self) -> list[Tensor]:
         """Buffers that a forward changes: running statistics are the first replica's."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.errors import StageError
-from fxpipe.runtime.call import Call, Key
+from fxpipe.runtime.call import Call
 from fxpipe.runtime.messages import Message, Row, Send, arrivals
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.ranks import Ranks
@@ -74,7 +74,7 @@ class Exchange:
 
     def send(self, message: Message) -> None:
         """Begin to send what the outbox has of it. Raises StageError."""
-        (item, *_) = [self._call.outbox.take(key) for key in _keys(message)]
+        (item, *_) = [self._call.outbox.take(key) for key in message.keys]
         if message.what == "random":
             self._begin(message, _packed(item), _KNOWN)
             return
@@ -183,12 +183,8 @@ class Exchange:
             item = _unpacked(tensor)
         elif message.what == "value" and layout is not None:
             item = (tensor, layout.gradient)
-        for key in _keys(message):
+        for key in message.keys:
             self._call.deliver(key, item)
-
-
-def _keys(message: Message) -> list[Key]:
-    return [(message.what, message.wire, j, message.microbatch) for j in message.stages]
 
 
 def _random_bytes() -> int:

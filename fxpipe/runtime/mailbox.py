@@ -1,5 +1,6 @@
 """What a lane waits for: values and gradients, in whatever order other lanes finish them."""
 
+from collections.abc import Mapping
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -51,18 +52,51 @@ class Mailbox(Generic[Key]):
 class Outbox(Generic[Key]):
     """What a lane has for other processes, until it is sent."""
 
-    __slots__ = ("_items",)
+    __slots__ = ("_items", "_left")
 
     def __init__(self) -> None:
         self._items: dict[Key, Any] = {}
+        self._left: dict[Key, int] | None = None
+
+    def expect(self, times: Mapping[Key, int]) -> None:
+        """Each item will be taken so many `times`; others need not be kept."""
+        self._left = dict(times)
 
     def put(self, key: Key, item: object) -> None:
-        """Keep `item` until it is taken."""
-        self._items[key] = item
+        """Keep `item` until it is taken, once if nothing else is expected."""
+        if self._left is None or key in self._left:
+            self._items[key] = item
 
     def take(self, key: Key) -> Any:
         """The item of `key`, which is there."""
+        if self._left is not None:
+            self._left[key] -= 1
+            if self._left[key]:
+                return self._items[key]
         return self._items.pop(key)
 
     def stop(self) -> None:
         """Nobody waits here."""
+
+
+class Mirror(Generic[Key]):
+    """What is put here is for the lane of `own`, and for other processes."""
+
+    __slots__ = ("_outbox", "_own")
+
+    def __init__(self, own: Mailbox[Key], outbox: Outbox[Key]) -> None:
+        self._own = own
+        self._outbox = outbox
+
+    def put(self, key: Key, item: object) -> None:
+        """Deliver `item`, and keep it in the outbox if it is to be sent."""
+        self._outbox.put(key, item)
+        self._own.put(key, item)
+
+    def take(self, key: Key) -> Any:
+        """The item of `key`, as a mailbox gives it."""
+        return self._own.take(key)
+
+    def stop(self) -> None:
+        """Wake the lane as a mailbox does."""
+        self._own.stop()

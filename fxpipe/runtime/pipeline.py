@@ -313,6 +313,14 @@ class Pipeline(Original):
             copies = [[stream.current_stream(device)] * m for device in self._devices]
         return Links(self._devices, copies)
 
+    def _new_visits(self, first: Visit, m: int) -> Call:
+        """The call that a runner's closures enter; `first` is what micro-batch 0 gives."""
+        return self._new_call(m)
+
+    def _run_visits(self, call: Call, table: Schedule, conduct: Callable[[], None]) -> None:
+        """Run the table while `conduct` runs the closures."""
+        self._run_rows(Step(call, lambda i: None, table.split), call, table.rows, conduct)
+
     def _run_table(self, step: Step, call: Call) -> None:
         self._run_rows(step, call, self._schedule.first(call.m).rows)
 

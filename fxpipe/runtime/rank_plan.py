@@ -8,7 +8,7 @@ from fxpipe.runtime.meeting import Given
 from fxpipe.runtime.messages import Message, Row, check_messages, rank_rows
 from fxpipe.runtime.portal import Wire, Wires
 from fxpipe.runtime.reductions import reduction_order, with_reductions
-from fxpipe.schedule import Kind, Schedule
+from fxpipe.schedule import Schedule
 
 
 class RankPlan:
@@ -36,17 +36,27 @@ class RankPlan:
             for j, stage in enumerate(manifest.stages)
             for output in stage.outputs
         }
-        self._rows: dict[tuple[int, bool, bool], tuple[Row, ...]] = {}
+        self._rows: dict[tuple[int, bool, bool, bool], tuple[Row, ...]] = {}
         check_messages(self.rows(manifest.microbatches, training=True, backward=True))
 
-    def rows(self, m: int, training: bool, backward: bool) -> tuple[Row, ...]:
-        """Each rank's row for m micro-batches; without `backward`, of forwards alone."""
-        key = m, training, backward
+    def wires(self, training: bool) -> Wires:
+        """Those of all ranks."""
+        return self._wires[training]
+
+    def rows(
+        self, m: int, training: bool, backward: bool, everywhere: bool = False
+    ) -> tuple[Row, ...]:
+        """Each rank's row for m micro-batches; without `backward`, of forwards alone.
+
+        With `everywhere`, the caller and the pipeline's end are on each rank.
+        """
+        key = m, training, backward, everywhere
         if key not in self._rows:
             table = self._schedule.first(m)
             if not backward:
-                table = _forwards(table)
-            rows = rank_rows(table, self._wires[training], self._ranks, self._draws)
+                table = table.forwards()
+            wires = self._wires[training]
+            rows = rank_rows(table, wires, self._ranks, self._draws, everywhere)
             if backward and self._reduces:
                 rows = tuple(map(with_reductions, rows, self.order))
             self._rows[key] = rows
@@ -59,10 +69,6 @@ class RankPlan:
         if any(UNKNOWN in str(dim) for dim in spec.shape):
             return None
         return _sizes(spec, (*given.sizes, ("batch", given.rows[message.microbatch])))
-
-
-def _forwards(table: Schedule) -> Schedule:
-    return Schedule(tuple(tuple(a for a in row if a.kind is Kind.FORWARD) for row in table.rows))
 
 
 @lru_cache(maxsize=4096)

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from programs import Program, plain
 from torch import nn
 from toys import CHAIN, NOISY, TIED, TOYS, assert_same_state, both, rows, same
 
@@ -15,37 +16,6 @@ from fxpipe.schedule import Schedule, clock_order
 M = 4
 
 
-class Program:
-    """A larger program around a model: a trained layer before it, a frozen one and a loss after."""
-
-    def __init__(self, model, toy):
-        torch.manual_seed(3)
-        self.model = model
-        self.before = nn.Linear(6, 6).double()
-        self.after = nn.Linear(3, 2).double().requires_grad_(False)
-        self.integer = toy.integer
-        self.seen = []
-
-    def __call__(self, x, share):
-        self.seen.append(("before", len(x)))
-        given = x if self.integer else self.before(x + torch.randn_like(x))
-        output = self.model(given)
-        self.seen.append(("after", len(x)))
-        noise = torch.rand_like(output) if output.is_floating_point() else 0
-        loss = (self.after(output[..., :3]) + noise[..., :2]).pow(2).mean()
-        (loss * share).backward()
-        return loss.detach()
-
-
-def plain(program, x):
-    """The closure on each micro-batch, after its seed."""
-    losses = []
-    for seed, piece in zip(microbatch_seeds(M), x.split(rows(len(x), M)), strict=True):
-        torch.manual_seed(seed)
-        losses.append(program(piece, len(piece) / len(x)))
-    return losses
-
-
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("name", ["chain", "tied", "noisy", "normed"])
@@ -53,16 +23,15 @@ def test_a_closure_gives_what_it_gives_without_a_pipeline(name, schedule, checkp
     toy = TOYS[name]
     model, pipe = both(tmp_path, toy, m=M, schedule=schedule, checkpoint=checkpoint)
     expected, program = Program(model, toy), Program(pipe, toy)
-    (x,) = toy.inputs()
+    inputs = toy.inputs()
     torch.manual_seed(5)
-    losses = plain(expected, x)
+    losses = plain(expected, toy, inputs, M)
     torch.manual_seed(5)
     runner = Runner(M)
-    found = runner.step(lambda piece: program(piece, runner.share), x)
+    found = runner.step(lambda *piece: program(*piece, share=runner.share), *inputs)
     assert all(same(a, b) for a, b in zip(found, losses, strict=True))
     assert_same_state(pipe, model)
-    for mine, theirs in zip(program.before.parameters(), expected.before.parameters(), strict=True):
-        assert same(mine.grad, theirs.grad)
+    assert_same_state(program, expected)
     assert all(parameter.grad is None for parameter in program.after.parameters())
 
 

@@ -1,0 +1,112 @@
+"""A runner's closures around a pipeline over processes.
+
+Every rank runs every closure, with its own copy of what stands around the pipeline. All copies
+compute the same, so their gradients are equal without a message. Meanwhile each rank's lane runs
+its row of the table, in which there are also the sends to the closures of all ranks.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from fxpipe.errors import InputError, StageError
+from fxpipe.runtime import microbatch
+from fxpipe.runtime.fit import sizes_of
+from fxpipe.runtime.meeting import Given, Word, agreed
+from fxpipe.runtime.pipeline import Visit
+from fxpipe.runtime.ranks import Ranks
+from fxpipe.runtime.replicated import ReplicatedCall, refuse_differing, sampled
+from fxpipe.runtime.step import Step
+from fxpipe.schedule import Schedule
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.distributed import DistributedPipeline
+
+
+def begin(pipe: "DistributedPipeline", first: Visit, m: int) -> ReplicatedCall:
+    """The call that m closures enter, once all ranks have come to it with the same `first`.
+
+    Raises InputError, alike on all ranks.
+    """
+    ranks, grad = pipe._ranks, first.ambient.grad
+    if ranks.dp > 1:
+        raise InputError(
+            f"a Runner's closures run around one pipeline, not {ranks.dp} replicas of it: what "
+            "stands around would not be summed over them. Load the package without dp"
+        )
+    inputs = list(first.piece.values())
+    given = Given(
+        tuple(microbatch.rows_of(pipe.manifest, inputs, 1)),
+        tuple(sizes_of(pipe.manifest, inputs).items()),
+        tuple(tensor.dtype for tensor in inputs),
+        tuple(tensor.requires_grad for tensor in inputs),
+    )
+    what = f"{m} closures" if grad else f"{m} closures without gradients"
+    with ranks.telling():
+        words = ranks.gather(Word(what, pipe.training, given, None, None))
+        samples = ranks.gather(sampled(0, first.piece))
+    agreed(words, ranks.size)
+    refuse_differing(samples)
+    rows = pipe._plan.rows(m, pipe.training, grad, everywhere=True)
+    wires = pipe._plan.wires(pipe.training)
+    elsewhere = [j for j, home in enumerate(pipe._homes[:-1]) if home != ranks.rank]
+    links = pipe._new_links(m)
+    return ReplicatedCall(pipe._everywhere, wires, links, m, elsewhere, rows[ranks.rank])
+
+
+def run(
+    pipe: "DistributedPipeline", call: ReplicatedCall, table: Schedule, conduct: Callable[[], None]
+) -> None:
+    """Run this rank's row while `conduct` runs the closures."""
+    ranks, grad = pipe._ranks, torch.is_grad_enabled()
+    step = Step(call, lambda i: None, table.split)
+    rows = pipe._plan.rows(call.m, pipe.training, grad, everywhere=True)
+    with _telling(ranks):
+        with (
+            pipe._collected() if grad else nullcontext(),
+            _watched(ranks, call.stop),
+        ):
+            # A closure's micro-batch may have any sizes: each message tells its own.
+            pipe._exchange(step, call, rows, None, lambda message: None, lambda done: conduct())
+        samples = ranks.gather(call.samples)
+    refuse_differing(samples)
+
+
+@contextmanager
+def _telling(ranks: Ranks) -> Iterator[None]:
+    """Let the other ranks hear of it if the block fails, and in which closure."""
+    try:
+        yield
+    except BaseException as error:
+        ranks.fail(error)
+        raise
+
+
+@contextmanager
+def _watched(ranks: Ranks, stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` if a rank fails while the block runs. Then raises StageError at its end.
+
+    The block itself may stand in a closure, or wait for this rank's lane.
+    """
+    done = threading.Event()
+    heard: list[StageError] = []
+
+    def watch() -> None:
+        try:
+            ranks.wait(done)
+        except StageError as error:
+            heard.append(error)
+            stop()
+
+    thread = threading.Thread(target=watch, name="fxpipe watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    if heard:
+        raise heard[0]

@@ -1,0 +1,52 @@
+"""A runner's closures on every rank are the plain program."""
+
+import closure_jobs
+import pytest
+import toys
+
+from fxpipe.passes import order
+
+# Stages of two ranks: the table of the schedule's name, and where each stage is.
+TABLES = {
+    "gpipe": (0, 1),
+    "1f1b": (0, 1),
+    "split": (0, 1),
+    "interleaved": (0, 1, 0, 1),
+    "zb-v": (0, 1, 1, 0),
+}
+
+
+def alike(digests):
+    """Whether all ranks hold the very same gradients around the pipeline."""
+    return len(set(digests)) == 1
+
+
+@pytest.mark.parametrize("frozen", ["before", "after"])
+@pytest.mark.parametrize(
+    ("name", "schedule", "checkpoint"),
+    [
+        ("early", "gpipe", "never"),
+        ("early", "1f1b", "always"),
+        ("early", "split", "never"),
+        ("normed", "split", "always"),
+        ("skips", "interleaved", "never"),
+        ("skips", "zb-v", "never"),
+    ],
+)
+def test_closures_compute_what_the_plain_program_does(
+    two, tmp_path, name, schedule, checkpoint, frozen
+):
+    toy, devices = toys.TOYS[name], TABLES[schedule]
+    table = toys.SCHEDULES.get(schedule, lambda n, m: order.build(schedule, 2, m, 2).to_csv())(2, 4)
+    toys.write(tmp_path, toy, 4, schedule, checkpoint, devices, table)
+    batches = (10, 8) if name == "normed" else (10, 3)
+    assert alike(two.run(closure_jobs.steps, tmp_path, name, 4, batches, frozen))
+
+
+@pytest.mark.parametrize("name", ["noisy", "tied", "whole"])
+@pytest.mark.parametrize("devices", [(0, 1, 0), (1, 0, 0)])
+def test_the_end_and_the_beginning_may_be_on_any_rank(two, tmp_path, name, devices):
+    toy = toys.TOYS[name]
+    toys.write(tmp_path, toy, 3, devices=devices)
+    frozen = "" if toy.integer else "after"
+    assert alike(two.run(closure_jobs.steps, tmp_path, name, 3, (10, 2, 4), frozen))
