@@ -50,7 +50,7 @@ def save(
     `extra` is the first one's. What stood there stays until the new one is whole. Raises
     WeightsError and OSError.
     """
-    folder, ranks = Path(path), _ranks(pipe)
+    folder, ranks = Path(path), _begin(pipe, "checkpoint.save")
     writing, before = _beside(folder, "writing"), _beside(folder, "before")
     with _telling(ranks):
         state: dict[str, Any] = {"model": dict(pipe.state_dict())}
@@ -77,7 +77,7 @@ def load(path: str | Path, pipe: nn.Module, optimizer: torch.optim.Optimizer | N
 
     Nothing is loaded unless all keys and shapes fit. Raises WeightsError.
     """
-    folder, ranks = Path(path), _ranks(pipe)
+    folder, ranks = Path(path), _begin(pipe, "checkpoint.load")
     if not folder.exists() and _beside(folder, "before").exists():
         folder = _beside(folder, "before")  # the process died as it put the new one in its place
     with _telling(ranks):
@@ -99,8 +99,11 @@ def load(path: str | Path, pipe: nn.Module, optimizer: torch.optim.Optimizer | N
     return wanted["extra"].value
 
 
-def _ranks(pipe: nn.Module) -> Ranks | None:
-    return pipe._ranks if isinstance(pipe, DistributedPipeline) else None
+def _begin(pipe: nn.Module, work: str) -> Ranks | None:
+    if not isinstance(pipe, DistributedPipeline):
+        return None
+    pipe._ranks.progress.begin(work)
+    return pipe._ranks
 
 
 def _telling(ranks: Ranks | None) -> AbstractContextManager[None]:

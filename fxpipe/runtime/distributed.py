@@ -134,6 +134,7 @@ class DistributedPipeline(Pipeline):
                 "call the pipeline under torch.no_grad()"
             )
         microbatch.refuse_unmergeable(self._manifest, self.training)
+        self._ranks.progress.begin("evaluation")
         inputs, meeting = self._meet("an input", args, kwargs, ())
         with self._ranks.telling():
             rows, call = self._enter(inputs, meeting)
@@ -162,6 +163,7 @@ class DistributedPipeline(Pipeline):
         if not torch.is_grad_enabled():
             raise InputError("step computes gradients: call it outside of torch.no_grad()")
         scaled = scaler is not None and scaler.is_enabled()
+        self._ranks.progress.begin("step")
         inputs, meeting = self._meet("a step", args, kwargs, (_place(loss_fn), scaled))
         with self._ranks.telling():
             rows, call = self._enter(inputs, meeting)
@@ -186,6 +188,7 @@ class DistributedPipeline(Pipeline):
             for name, parameter in self.named_parameters()
             if parameter.grad is not None and owned[first[name]][0] == self._ranks.rank
         ]
+        self._ranks.progress.begin("clip_grad_norm_")
         with self._ranks.telling():
             own = float(nn.utils.get_total_norm(gradients, norm_type))
             norms = torch.tensor(self._ranks.gather(own), dtype=torch.float64)
@@ -201,6 +204,7 @@ class DistributedPipeline(Pipeline):
         hold. Raises InputError and WeightsError, alike on all ranks.
         """
         problem: FxpipeError | None = None
+        self._ranks.progress.begin("save_weights")
         with self._ranks.telling():
             try:
                 save(Path(path), self._owned(), max_shard_size, self._ranks)
@@ -343,13 +347,15 @@ class DistributedPipeline(Pipeline):
         if self._trace is not None:
             call.record(self._trace.recorder())
         done = threading.Event()
-        exchanges = []
+        exchanges: list[Exchange] = []
+        row, progress = rows[self._ranks.rank], self._ranks.progress
 
         def run() -> None:
             try:
                 exchange = Exchange(self._ranks, call, rows, known, shape)
                 exchanges.append(exchange)
-                for item in rows[self._ranks.rank]:
+                for place, item in enumerate(row):
+                    progress.item = place
                     if isinstance(item, Receive):
                         exchange.receive(item.message)
                     elif isinstance(item, Send):
@@ -359,11 +365,13 @@ class DistributedPipeline(Pipeline):
                         self._replicas.reduce(item.stage)
                     else:
                         step.run_row(0, [item])
+                progress.item = len(row)
                 exchange.finish()
             finally:
                 done.set()
 
-        self._run([run], call, partial(meanwhile, done))
+        with progress.running(row, lambda: exchanges[0].awaited if exchanges else None):
+            self._run([run], call, partial(meanwhile, done))
         if self._replicas is not None and self.training:
             self._replicas.equalize(self._written())
         return exchanges[0].learnt

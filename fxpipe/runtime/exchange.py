@@ -8,6 +8,7 @@ on both ends know. Only a value whose shape depends on data tells it each time.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from fxpipe.errors import StageError
 from fxpipe.runtime.call import Call
-from fxpipe.runtime.messages import Message, Row, Send, arrivals
+from fxpipe.runtime.messages import Message, Row, Send, arrivals, maker
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.ranks import Ranks
 
@@ -60,9 +61,11 @@ class Exchange:
         self._ranks = ranks
         self._call = call
         self._shape = shape
+        self._rows = rows
         self._arriving = arrivals(rows, ranks.rank)
         self._places = {m: k for all_ in self._arriving.values() for k, m in enumerate(all_)}
         self._posted = dict.fromkeys(self._arriving, 0)
+        self._finishing = False
         sent = [item.message for item in rows[ranks.rank] if isinstance(item, Send)]
         self._targets = list(dict.fromkeys(message.target for message in sent))
         for source in self._arriving:
@@ -105,7 +108,24 @@ class Exchange:
 
     def finish(self) -> None:
         """Return once all has been sent. Raises StoppedError if the call is stopped meanwhile."""
+        self._finishing = True
         self._ranks.flush(self._targets, lambda: self._call.check(0))
+
+    @property
+    def awaited(self) -> str | None:
+        """What the row waits for, if it does."""
+        if self._finishing:
+            names = [str(self._ranks.in_world(rank)) for rank in self._targets]
+            return f"rank {' and '.join(names)} to take what was sent"
+        keys = self._call.awaited
+        for message in chain(*self._arriving.values()):
+            if not keys.isdisjoint(message.keys):
+                action = maker(self._rows, message)
+                return (
+                    f"{action}: stage {action.stage}, micro-batch {action.microbatch}, "
+                    f"from rank {self._ranks.in_world(message.source)}"
+                )
+        return None
 
     def _begin(self, message: Message, tensor: Tensor, tag: int) -> None:
         if tensor.numel():

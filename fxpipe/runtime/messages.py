@@ -195,6 +195,13 @@ def arrivals(rows: Sequence[Row], rank: int) -> dict[int, list[Message]]:
     return found
 
 
+def maker(rows: Sequence[Row], message: Message) -> Action:
+    """The action whose result it is."""
+    row = rows[message.source]
+    before = row[: row.index(Send(message))]
+    return next(item for item in reversed(before) if isinstance(item, Action))
+
+
 def check_messages(rows: Sequence[Row]) -> None:
     """Raise ScheduleError, with what each rank waits for, unless all rows run to their ends."""
     left = [list(reversed(row)) for row in rows]

@@ -23,9 +23,10 @@ def load_rank(
     deferred_batch_norm: bool,
     outputs: Literal["last", "all"],
     dp: int,
+    timeout_s: float,
 ) -> DistributedPipeline:
     """What `load(path, distributed=True)` gives. Raises what it raises, alike on all ranks."""
-    ranks = Ranks(dp)
+    ranks = Ranks(dp, timeout_s)
     folder = path.resolve()
     problem = None
     facts: dict[str, object] = {

@@ -45,6 +45,7 @@ def begin(pipe: "DistributedPipeline", first: Visit, m: int) -> ReplicatedCall:
         tuple(tensor.requires_grad for tensor in inputs),
     )
     what = f"{m} closures" if grad else f"{m} closures without gradients"
+    ranks.progress.begin("step of closures")
     with ranks.telling():
         words = ranks.gather(Word(what, pipe.training, given, None, None))
         samples = ranks.gather(sampled(0, first.piece))
@@ -64,7 +65,7 @@ def run(
     ranks, grad = pipe._ranks, torch.is_grad_enabled()
     step = Step(call, lambda i: None, table.split)
     rows = pipe._plan.rows(call.m, pipe.training, grad, everywhere=True)
-    with _telling(ranks):
+    with ranks.telling():
         with (
             pipe._collected() if grad else nullcontext(),
             _watched(ranks, call.stop),
@@ -73,16 +74,6 @@ def run(
             pipe._exchange(step, call, rows, None, lambda message: None, lambda done: conduct())
         samples = ranks.gather(call.samples)
     refuse_differing(samples)
-
-
-@contextmanager
-def _telling(ranks: Ranks) -> Iterator[None]:
-    """Let the other ranks hear of it if the block fails, and in which closure."""
-    try:
-        yield
-    except BaseException as error:
-        ranks.fail(error)
-        raise
 
 
 @contextmanager

@@ -3,18 +3,19 @@
 There are dp * p of them, rank d * p + s of `torch.distributed` being that of device s in replica d.
 
 Whatever may wait for another process waits on a thread of its own, since a wait in gloo can't be
-woken. Meanwhile the one who wants it looks, time and again, for a word in the store that
-`torch.distributed` was set up with: a rank that fails leaves one there, and all stay a moment until
-each has read it.
+woken. Meanwhile the one who wants it looks, time and again, whether a rank has failed, and how long
+it waits already.
 """
 
 import atexit
+import itertools
 import os
+import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -25,25 +26,33 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from fxpipe.errors import DeviceError, FxpipeError, InputError, PackageError, StageError
+from fxpipe.errors import DeviceError, InputError, PackageError, StageError
+from fxpipe.runtime.board import Board
+from fxpipe.runtime.failures import Failures
+from fxpipe.runtime.progress import Progress
 
 T = TypeVar("T")
 Job = Callable[[], object]
 
-_NEVER = 2  # a tag that nobody sends with
 _LOOK_S = 0.3  # how often one who waits looks for a failure
 _END_S = 0.2  # how long a thread may take to end; one that waits for a lost rank doesn't
-_STAY_S = 5.0  # how long a rank stays, after a failure, for the others to hear of it
+# Gloo's own limit: a receive is posted long before anybody waits for it.
+_UNLIMITED = timedelta(days=365)
+_loads = itertools.count()
+
+# What a worker has lost, and the error that said so.
+Trouble = list[tuple[str, BaseException]]
 
 
 class Worker:
     """A thread that does what it is given, in order; `trouble` gets what is raised."""
 
-    def __init__(self, name: str, trouble: list[BaseException]) -> None:
+    def __init__(self, name: str, partner: str, trouble: Trouble) -> None:
+        """`partner` is whom it may wait for."""
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         # The thread knows only its queue: what uses it can be collected while it idles.
         thread = threading.Thread(
-            target=_work, args=(self._queue, trouble), name=f"fxpipe {name}", daemon=True
+            target=_work, args=(self._queue, partner, trouble), name=f"fxpipe {name}", daemon=True
         )
         thread.start()
         weakref.finalize(self, _end, self._queue, thread)
@@ -53,12 +62,12 @@ class Worker:
         self._queue.put(job)
 
 
-def _work(queue: SimpleQueue[Job | None], trouble: list[BaseException]) -> None:
+def _work(queue: SimpleQueue[Job | None], partner: str, trouble: Trouble) -> None:
     while (job := queue.get()) is not None:
         try:
             job()
         except BaseException as error:
-            trouble.append(error)
+            trouble.append((partner, error))
             return
         del job
 
@@ -68,6 +77,22 @@ def _end(queue: SimpleQueue[Job | None], thread: threading.Thread) -> None:
     queue.put(None)
     if thread is not threading.current_thread():
         thread.join(_END_S)
+
+
+def _meet(timeout_s: float) -> None:
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        raise StageError(
+            f"rank {os.environ['RANK']}: the {os.environ.get('WORLD_SIZE')} processes did not meet "
+            f"within {timeout_s:g} s: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def _cause(error: RuntimeError) -> str:
+    """What gloo says, without where in its code and what to do about it."""
+    text = str(error).partition("\n")[0].partition(". This is typically")[0]
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", text)
 
 
 def _leave() -> None:
@@ -80,11 +105,17 @@ class Ranks:
 
     `group` is of its pipeline, `replica_group` of those that hold the same stages, `world_group` of
     all. Under torchrun the environment says how to set `torch.distributed` up; it is done here if
-    need be.
+    need be. A rank waits `timeout_s` seconds for others, and then ends; `progress` says where it
+    is.
     """
 
-    def __init__(self, dp: int) -> None:
-        """Raises InputError elsewhere, and, alike on all, if there can't be `dp` replicas."""
+    def __init__(self, dp: int, timeout_s: float) -> None:
+        """Raises InputError elsewhere, and, alike on all, if there can't be `dp` replicas.
+
+        StageError if the other ranks don't come.
+        """
+        if not timeout_s > 0:
+            raise InputError(f"timeout_s is {timeout_s}: give a number of seconds above 0")
         if not dist.is_available():
             raise InputError("this torch was built without torch.distributed")
         if not dist.is_initialized():
@@ -93,27 +124,64 @@ class Ranks:
                     "distributed=True is for a script that torchrun starts, one process per "
                     "device: torchrun --nproc-per-node 2 script.py"
                 )
-            dist.init_process_group("gloo")
+            _meet(timeout_s)
             # Else torch's own threads now and then abort the process as it ends.
             atexit.register(_leave)
         self.world_rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.world_group = dist.new_group(backend="gloo")
-        self._groups = [self.world_group]
-        self._store = PrefixStore(f"fxpipe/{self.world_group.group_name}", _get_default_store())
-        self._trouble: list[BaseException] = []
-        self._heard: str | None = None
-        self._collectives = Worker("collectives", self._trouble)
+        self.progress = Progress()
+        self._timeout_s = timeout_s
+        self._late = False
+        self._groups: list[Any] = []
+        self._trouble: Trouble = []
+        self._collectives = Worker("collectives", "another rank", self._trouble)
+        store = PrefixStore(f"fxpipe/{next(_loads)}", _get_default_store())
+        self._board = Board(store, self.world_rank, self.world_size, self.progress.__str__)
+        weakref.finalize(self, self._board.close)
+        self._near = range(self.world_size)
+        self._failures = Failures(self._board, self.progress, self._groups)
+        self._await_all()
+        self.world_group = self.new_group(range(self.world_size))
         _refuse_replicas(self.gather_world(dp), self.world_size)
         self.dp = dp
         self.size = self.world_size // dp
         self.replica, self.rank = divmod(self.world_rank, self.size)
+        self._near = range(self.in_world(0), self.in_world(self.size))
         places = torch.arange(self.world_size).view(dp, self.size)
-        self.group = _subgroup(places)
-        self.replica_group = _subgroup(places.T)
-        self._groups += [self.group, self.replica_group]
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        self.sending = {rank: Worker(f"to rank {rank}", self._trouble) for rank in others}
-        self.receiving = {rank: Worker(f"from rank {rank}", self._trouble) for rank in others}
+        self.group = self._subgroup(places)
+        self.replica_group = self._subgroup(places.T)
+        self.sending, self.receiving = self._workers("to"), self._workers("from")
+
+    def _workers(self, which: str) -> dict[int, Worker]:
+        names = {r: f"rank {self.in_world(r)}" for r in range(self.size) if r != self.rank}
+        return {r: Worker(f"{which} {name}", name, self._trouble) for r, name in names.items()}
+
+    def _await_all(self) -> None:
+        """Return once all ranks have come here. Raises StageError."""
+        come = self._board.count("come", 1)
+        while come is None or come < self.world_size:
+            missing = "an answer of torch.distributed's store"
+            if come is not None:
+                missing = f"{self.world_size - come} of {self.world_size} ranks to call load"
+            self._be_patient(missing)
+            time.sleep(0.02)
+            come = self._board.count("come", 0)
+        self.progress.wait_for(None)
+
+    def new_group(self, members: Sequence[int]) -> Any:
+        """A group of these ranks of the world, None on others; all make it together."""
+        made: list[Any] = []
+        self.together(
+            lambda: made.append(dist.new_group(list(members), backend="gloo", timeout=_UNLIMITED))
+        )
+        if self.world_rank not in members:
+            return None
+        self._groups.append(made[0])
+        return made[0]
+
+    def _subgroup(self, rows: Tensor) -> Any:
+        """The group of that row of ranks that this process is in."""
+        made = [self.new_group(row) for row in rows.tolist()]
+        return next(group for group in made if group is not None)
 
     @property
     def on_this_host(self) -> int:
@@ -163,10 +231,32 @@ class Ranks:
         self.wait(done)
 
     def wait(self, done: threading.Event) -> None:
-        """Return once `done` is set. Raises StageError if a rank fails meanwhile."""
-        self._refuse_after_failure()
+        """Return once `done` is set. Raises StageError if a rank fails meanwhile or is too late."""
+        self._failures.refuse()
         while not done.wait(_LOOK_S):
-            self._look()
+            self._be_patient(self.progress.awaited())
+        self.progress.wait_for(None)
+
+    def _be_patient(self, awaited: str | None) -> None:
+        """Go on waiting, unless a rank has failed or it takes too long: raises StageError."""
+        waited_s = self.progress.wait_for(awaited)
+        self._failures.look()
+        if self._trouble:
+            partner, error = self._trouble[0]
+            if not isinstance(error, RuntimeError):
+                raise error
+            raise self._failures.lose(
+                f"has lost {partner}, whose process has ended or can't be reached "
+                f"({_cause(error)}), while it {self.progress.waiting or 'waits for nothing'}",
+                1,
+                self._near,
+            )
+        late = waited_s > self._timeout_s / 2
+        if late and not self._late:
+            self._board.sample()
+        self._late = late
+        if waited_s > self._timeout_s:
+            raise self._failures.lose(str(self.progress.waiting), near=self._near)
 
     def flush(self, targets: Sequence[int], check: Callable[[], None]) -> None:
         """Return once all that was sent to `targets` has left; `check` may raise meanwhile."""
@@ -181,24 +271,11 @@ class Ranks:
     def telling(self) -> Iterator[None]:
         """Let the other ranks hear of it if the block fails."""
         try:
-            yield
+            with self.progress.inside():
+                yield
         except BaseException as error:
-            self.fail(error)
+            self._failures.fail(error)
             raise
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one ends for `error`, unless it does since it was told.
-
-        Raises StageError instead if another rank has failed before.
-        """
-        if self._heard is not None:
-            return
-        own = f"rank {self.world_rank} failed: {_told(error)}"
-        first = self._first(own)
-        if first != own:
-            raise self._hear(first) from error
-        self._heard = own
-        self._stay()
 
     def agree(self, facts: Mapping[str, object], problem: str | None) -> None:
         """Raise, on all ranks, if one has a `problem`, or if their facts differ."""
@@ -218,65 +295,6 @@ class Ranks:
                 + "\ngive each the same package and the same versions"
             )
 
-    def _refuse_after_failure(self) -> None:
-        if self._heard is not None:
-            raise StageError(f"{self._heard}. Its pipeline has ended: start all processes again")
-
-    def _look(self) -> None:
-        try:
-            if self._store.check(["failed"]):
-                raise self._hear(self._store.get("failed").decode())
-        except dist.DistError as error:
-            raise StageError(
-                f"rank {self.world_rank} has lost the process that keeps torch.distributed's "
-                f"store: {error}"
-            ) from error
-        if self._trouble:
-            # Who failed, if somebody did, has said so before it ended.
-            self._cancel()
-            raise StageError(
-                f"rank {self.world_rank} has lost another rank, whose process has ended or can't "
-                f"be reached any more: {_told(self._trouble[0])}"
-            )
-
-    def _first(self, own: str) -> str:
-        """What the first rank that failed has said; this one's word if none has."""
-        try:
-            return self._store.compare_set("failed", "", own).decode()
-        except dist.DistError:
-            return own
-
-    def _hear(self, message: str) -> StageError:
-        self._heard = message
-        self._store.add("heard", 1)
-        self._stay()
-        return StageError(message)
-
-    def _stay(self) -> None:
-        """Until all have heard: torchrun ends all processes as soon as one has ended."""
-        until = time.monotonic() + _STAY_S
-        while time.monotonic() < until and self._store.add("heard", 0) < self.world_size - 1:
-            time.sleep(0.02)
-        self._cancel()
-
-    def _cancel(self) -> None:
-        """End all waits in the groups, on this rank and its peers.
-
-        Gloo does so where one of them takes too long; else their threads could not end.
-        """
-        for group in self._groups:
-            for peer in range(group.size()):
-                if peer == group.rank():
-                    continue
-                with suppress(RuntimeError):
-                    work = dist.irecv(torch.empty(1), group=group, tag=_NEVER, group_src=peer)
-                    assert work is not None
-                    work.wait(timedelta(milliseconds=1))
-
-
-def _told(error: BaseException) -> str:
-    return str(error) if isinstance(error, FxpipeError) else f"{type(error).__name__}: {error}"
-
 
 def _refuse_replicas(dps: Sequence[int], world_size: int) -> None:
     dp = dps[0]
@@ -288,12 +306,6 @@ def _refuse_replicas(dps: Sequence[int], world_size: int) -> None:
             f"dp={dp}: {world_size} processes can't be cut into so many replicas of a pipeline: "
             "start a multiple of dp"
         )
-
-
-def _subgroup(rows: Tensor) -> Any:
-    """The group of that row of ranks that this process is in; all make theirs together."""
-    made = [dist.new_group(row, backend="gloo") for row in rows.tolist()]
-    return next(group for group, row in zip(made, rows, strict=True) if dist.get_rank() in row)
 
 
 def refuse_size(ranks: Ranks, n_devices: int) -> None:

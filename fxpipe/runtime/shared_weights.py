@@ -73,7 +73,7 @@ class SharedWeights:
                 d * ranks.size + rank for d in range(ranks.dp) for rank in sorted(among)
             )
             if members not in groups:
-                groups[members] = dist.new_group(list(members), backend="gloo")
+                groups[members] = ranks.new_group(members)
             if ranks.rank in among:
                 uses = tuple(
                     Tie(stage, name, first, True)

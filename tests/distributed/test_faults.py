@@ -1,0 +1,112 @@
+"""Where a rank is killed, stopped or never comes, the others say what they wait for, and end."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import toys
+
+HERE = Path(__file__).parent
+CASES = (
+    *("nothing", "failed", "killed", "stopped", "keeper stopped", "stopped outside"),
+    *("stopped saving", "slow", "absent", "elsewhere"),
+)
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """By case, the exit code of each of three ranks and what it has written."""
+    folder = tmp_path_factory.mktemp("faults")
+    toys.write(folder, toys.CHAIN, 4)
+    done = subprocess.run(
+        [sys.executable, str(HERE / "faults.py"), str(folder), *CASES],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_processes_end_by_themselves(ends):
+    assert [code for code, _ in ends["nothing"]] == [0, 0, 0]
+
+
+def test_all_name_the_action_and_line_that_failed(ends):
+    failed = r"stage 1 failed in 1F2, stage_1.py, line \d+: `.*self\..*`: ValueError: a bad row"
+    for rank, (code, text) in enumerate(ends["failed"]):
+        assert code == 1
+        assert re.search(failed if rank == 1 else f"rank 1 failed: {failed}", text)
+
+
+WAITS_OF_0 = r"rank 0 .*waits for 1B3: stage 1, micro-batch 3, from rank 1, for \d+ s"
+WAITS_OF_2 = r"rank 2 .*waits for 1F2: stage 1, micro-batch 2, from rank 1, for \d+ s"
+LAST_OF_1 = "rank 1 is in step 2 at 1F2, did 1F0, 1F1 last"
+
+
+def test_a_killed_rank_is_missed_at_once(ends):
+    first, (code, _), last = ends["killed"]
+    assert code == -9
+    for (code, text), waits in ((first, WAITS_OF_0), (last, WAITS_OF_2)):
+        assert code == 1
+        assert "has lost rank 1, whose process has ended" in text
+        assert re.search(waits, text)
+        assert LAST_OF_1 in text
+
+
+def test_a_stopped_rank_is_missed_after_the_time_limit(ends):
+    first, (code, _), last = ends["stopped"]
+    assert code is None
+    for (code, text), waits in ((first, WAITS_OF_0), (last, WAITS_OF_2)):
+        assert code == 1
+        assert re.search(waits, text)
+        assert re.search(LAST_OF_1 + r"; no sign of life for \d+ s", text)
+        assert text.count("no sign of life") == 1
+
+
+def test_a_slow_rank_is_missed_but_lives(ends):
+    (code, text), slow, _ = ends["slow"]
+    assert code == 1
+    assert re.search(WAITS_OF_0, text)
+    assert LAST_OF_1 in text
+    assert "no sign of life" not in text
+    assert slow[0] == 1
+
+
+def test_the_process_that_keeps_the_store_may_be_the_stopped_one(ends):
+    stopped, *others = ends["keeper stopped"]
+    assert stopped[0] is None
+    for (code, text), action in zip(others, ("0F2", "1F2"), strict=True):
+        assert code == 1
+        assert f"waits for {action}: stage" in text
+        assert "The store of torch.distributed doesn't answer" in text
+
+
+@pytest.mark.parametrize(
+    ("case", "stopped", "work", "last"),
+    [
+        ("stopped outside", 2, "step 2", "rank 2 is .*step 1"),
+        ("stopped saving", 1, "checkpoint.save 1", "rank 1 is "),
+        ("elsewhere", 2, "the start, waits for 1 of 3 ranks to call load", "rank 2 has not come"),
+    ],
+)
+def test_what_all_do_together_says_who_is_missing(ends, case, stopped, work, last):
+    for rank, (code, text) in enumerate(ends[case]):
+        if rank == stopped:
+            assert code is None
+            continue
+        assert code == 1
+        assert re.search(rf"rank {rank} waits for (the other|1 of 3) ranks", text)
+        assert f"rank {rank} is in {work}" in text
+        assert re.search(last + r".*; no sign of life for \d+ s", text)
+
+
+def test_ranks_that_were_never_started_are_missed_by_torch(ends):
+    for code, text in ends["absent"][:2]:
+        assert code == 1
+        assert "the 3 processes did not meet within 8 s: " in text
