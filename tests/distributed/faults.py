@@ -29,6 +29,7 @@ PATIENCE_S = 90.0
 
 
 def strike(number: signal.Signals) -> None:
+    time.sleep(2)  # until all have told where they are
     os.kill(os.getpid(), number)
     time.sleep(PATIENCE_S)  # another thread may be struck first, and this one go on
 
@@ -74,13 +75,12 @@ def run(case: str, rank: int, folder: Path) -> None:
 
 
 def at_third(harm: Callable[[], None]) -> Callable[..., None]:
-    """A hook that does harm when it is called for the third time, once all have told of before."""
+    """A hook that does harm when it is called for the third time."""
     seen = []
 
     def hook(*_: object) -> None:
         seen.append(None)
         if len(seen) == 3:
-            time.sleep(1)
             harm()
 
     return hook
