@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from fxpipe.errors import WeightsError
 from fxpipe.runtime import weights
 from fxpipe.runtime.distributed import DistributedPipeline
+from fxpipe.runtime.dtensors import empty_beside
 from fxpipe.runtime.ranks import Ranks
 
 # What separates a parameter's name from a key of its optimizer state: no name has it.
@@ -187,13 +188,14 @@ def _templates(
     metadata: Metadata, pipe: nn.Module, optimizer: torch.optim.Optimizer, path: str
 ) -> dict[str, Any]:
     """What there is to load of the optimizer's own parameters."""
-    names = set(_names(pipe, optimizer).values())
+    parameters = {name: parameter for parameter, name in _names(pipe, optimizer).items()}
     found: dict[str, Any] = {}
     for key, stored in metadata.state_dict_metadata.items():
         own = key.removeprefix("optimizer.")
-        if own != key and own.partition(_SLASH)[0] in names:
+        name = own.partition(_SLASH)[0]
+        if own != key and name in parameters:
             found[own] = (
-                torch.empty(stored.size, dtype=stored.properties.dtype)
+                empty_beside(parameters[name], stored.size, stored.properties.dtype)
                 if isinstance(stored, TensorStorageMetadata)
                 else None
             )

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from fxpipe.runtime import stream
 from fxpipe.runtime.copy import Links
 from fxpipe.runtime.mailbox import Mailbox, Mirror, Outbox
 from fxpipe.runtime.memory import Memory
@@ -99,6 +100,12 @@ class Call:
         if self._recorder is None:
             return _UNSEEN
         return self._recorder.span(self.lane(j), str(name), kind)
+
+    def beside(self, j: int, name: str) -> AbstractContextManager[None]:
+        """The block is what goes on as `name` beside what stage j's lane does."""
+        if self._recorder is None:
+            return _UNSEEN
+        return self._recorder.copying(self.lane(j), name, stream.current_stream(self.device(j)))
 
     def check(self, lane: int) -> None:
         """Raise StoppedError if the lane shall not begin anything more."""

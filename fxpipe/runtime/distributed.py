@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from fxpipe.runtime import microbatch, rank_visits, stream
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.closure import running
+from fxpipe.runtime.dtensors import is_cut, local, share_of, whole
 from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.exchange import Exchange, Layouts
 from fxpipe.runtime.fit import sizes_of
@@ -40,11 +41,13 @@ from fxpipe.runtime.replicas import Replicas
 from fxpipe.runtime.replicated import ReplicatedCall
 from fxpipe.runtime.room import check_room
 from fxpipe.runtime.saving import save
+from fxpipe.runtime.shards import Shards
 from fxpipe.runtime.shared_weights import SharedWeights, first_names, holders
 from fxpipe.runtime.stage import Stage
+from fxpipe.runtime.state import put
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import Device
-from fxpipe.schedule import Schedule
+from fxpipe.schedule import Action, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +83,12 @@ class DistributedPipeline(Pipeline):
         buffers: Mapping[str, Tensor],
         ranks: Ranks,
         outputs: Literal["last", "all"],
+        fully_shard: bool,
     ) -> None:
-        """`stages` are all; those of other ranks have empty modules."""
+        """`stages` are all; those of other ranks have empty modules.
+
+        With `fully_shard` parameters will be shared out over replicas, by `shard`.
+        """
         rank, homes = ranks.rank, manifest.stage_to_device
         held = holders(manifest)
         first = first_names(manifest)
@@ -93,14 +100,17 @@ class DistributedPipeline(Pipeline):
         self._homes = (*homes, homes[-1])
         self._everywhere = stages
         self._gives_all = outputs == "all"
-        self._plan = RankPlan(manifest, schedule, self._wires, reduces=ranks.dp > 1)
+        self._plan = RankPlan(
+            manifest, schedule, self._wires, reduces=ranks.dp > 1, gathers=fully_shard
+        )
         self._wires = {mode: self._own(wires) for mode, wires in self._wires.items()}
         self._estimate = _of_rank(manifest.estimate, rank)
-        self._shared = SharedWeights(manifest, own, ranks)
+        self._shared = SharedWeights(manifest, own, ranks, fully_shard)
         self._replicas: Replicas | None = None
         if ranks.dp > 1:
             shared = [each.name for each in self._shared.shared]
             self._replicas = Replicas(ranks, own, self._plan.order[rank], first, shared)
+        self._shards: Shards | None = None
         self._layouts: dict[object, Layouts] = {}
 
     def equalize(self) -> None:
@@ -108,6 +118,13 @@ class DistributedPipeline(Pipeline):
         if self._replicas is not None:
             self._replicas.equalize([*self.parameters(), *self.buffers()])
         self._shared.equalize(self._state.parameters(self))
+
+    def shard(self) -> None:
+        """Share parameters out over the replicas, which are equal: each holds its part alone."""
+        self._shards = Shards(self._ranks, self._stages, first_names(self._manifest))
+        for name, share in self._shards.parameters.items():
+            put(self, name, share)
+        self._state.bind(self)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -179,19 +196,21 @@ class DistributedPipeline(Pipeline):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients down so that their norm over all is at most `max_norm`.
 
-        Returns the norm that they had. A parameter that several ranks hold counts once.
+        Returns the norm that they had. What several ranks hold counts once.
         """
         owned = holders(self._manifest)
         first = first_names(self._manifest)
         gradients = [
-            parameter.grad
+            local(parameter.grad)
             for name, parameter in self.named_parameters()
-            if parameter.grad is not None and owned[first[name]][0] == self._ranks.rank
+            if parameter.grad is not None
+            and owned[first[name]][0] == self._ranks.rank
+            and (self._ranks.replica == 0 or is_cut(parameter))
         ]
         self._ranks.progress.begin("clip_grad_norm_")
         with self._ranks.telling():
-            own = float(nn.utils.get_total_norm(gradients, norm_type))
-            norms = torch.tensor(self._ranks.gather(own), dtype=torch.float64)
+            own = float(nn.utils.get_total_norm([g for g in gradients if g.numel()], norm_type))
+            norms = torch.tensor(self._ranks.gather_world(own), dtype=torch.float64)
         total: Tensor = torch.linalg.vector_norm(norms, norm_type)
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
@@ -220,21 +239,43 @@ class DistributedPipeline(Pipeline):
         raise InputError("a pipeline over processes can't be copied: load the package again")
 
     def _owned(self) -> dict[str, Tensor]:
-        if self._ranks.replica:
-            return {}  # the first replica has them all
         owners = {name: ranks[0] for name, ranks in holders(self._manifest).items()}
-        tensors = super()._owned().items()
-        return {name: tensor for name, tensor in tensors if owners[name] == self._ranks.rank}
+        held = super()._owned().items()
+        tensors = {name: tensor for name, tensor in held if owners[name] == self._ranks.rank}
+        self._ranks.together(lambda: tensors.update({n: whole(t) for n, t in tensors.items()}))
+        return {} if self._ranks.replica else tensors  # the first replica writes them all
 
     @contextmanager
     def _collected(self) -> Iterator[None]:
         """For `step`: when the block ends, gradients are summed over all ranks that share them."""
         parameters = self._state.parameters(self)
         with ExitStack() as stack:
-            if self._replicas is not None:
-                stack.enter_context(self._replicas.collected(parameters))
-            stack.enter_context(self._shared.collected(parameters))
+            if self._shards is not None:
+                total = partial(self._shared.sum_shares, parameters)
+                stack.enter_context(self._shards.collected(parameters, total))
+            else:
+                if self._replicas is not None:
+                    stack.enter_context(self._replicas.collected(parameters))
+                stack.enter_context(self._shared.collected(parameters))
             yield
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        if self._shards is not None and self._shards.gathered:
+            for dtype in {parameter.dtype for parameter in self.parameters()}:
+                if fn(torch.empty(0, dtype=dtype)).dtype != dtype:
+                    raise InputError(
+                        "a sharded pipeline's dtype can't change after the first call: change it "
+                        "right after load(), or load again"
+                    )
+        return super()._apply(fn, recurse)
+
+    def _bind(self) -> None:
+        super()._bind()
+        if self._shards is not None:
+            self._shards.renew()
+
+    def _part(self, held: Tensor, given: Tensor) -> Tensor:
+        return share_of(held, given)
 
     def _own(self, wires: Wires) -> Wires:
         """The wires, those of the caller with the readers on this rank alone."""
@@ -360,17 +401,22 @@ class DistributedPipeline(Pipeline):
                         exchange.receive(item.message)
                     elif isinstance(item, Send):
                         exchange.send(item.message)
-                    elif isinstance(item, Reduce):
-                        assert self._replicas is not None
-                        self._replicas.reduce(item.stage)
-                    else:
+                    elif isinstance(item, Action):
                         step.run_row(0, [item])
+                    elif self._shards is not None:
+                        self._shards.run(item, call)
+                    elif isinstance(item, Reduce) and self._replicas is not None:
+                        self._replicas.reduce(item.stage)
                 progress.item = len(row)
                 exchange.finish()
             finally:
                 done.set()
 
-        with progress.running(row, lambda: exchanges[0].awaited if exchanges else None):
+        def awaited() -> str | None:
+            own = self._shards.awaited if self._shards is not None else None
+            return own or (exchanges[0].awaited if exchanges else None)
+
+        with progress.running(row, awaited):
             self._run([run], call, partial(meanwhile, done))
         if self._replicas is not None and self.training:
             self._replicas.equalize(self._written())

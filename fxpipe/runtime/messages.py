@@ -64,7 +64,31 @@ class Reduce:
     stage: int
 
 
-Item = Action | Send | Receive | Reduce
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Begin to gather the parameters of stage `stage`, of which each replica holds a share."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Wait for them."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"the parameters of stage {self.stage}, which nothing gathers before"
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Let go of what was gathered for stage `stage`, as its `Reduce` does too."""
+
+    stage: int
+
+
+Item = Action | Send | Receive | Reduce | Gather | Gathered | Free
 Row = tuple[Item, ...]
 
 
@@ -205,20 +229,30 @@ def maker(rows: Sequence[Row], message: Message) -> Action:
 def check_messages(rows: Sequence[Row]) -> None:
     """Raise ScheduleError, with what each rank waits for, unless all rows run to their ends."""
     left = [list(reversed(row)) for row in rows]
-    sent: set[Message] = set()
+    done: set[Item | None] = {None}
     moved = True
     while moved:
         moved = False
         for row in left:
-            while row and not (isinstance(row[-1], Receive) and row[-1].message not in sent):
-                item = row.pop()
+            while row and _awaited(row[-1]) in done:
+                done.add(row.pop())
                 moved = True
-                if isinstance(item, Send):
-                    sent.add(item.message)
     stuck = [
-        f"rank {rank} waits forever for {row[-1].message}"
-        for rank, row in enumerate(left)
-        if row and isinstance(row[-1], Receive)
+        f"rank {rank} waits forever for {_told(row[-1])}" for rank, row in enumerate(left) if row
     ]
     if stuck:
         raise ScheduleError("\n  ".join(["the schedule table can't run:", *stuck]))
+
+
+def _awaited(item: Item) -> Item | None:
+    """What must be done before it."""
+    match item:
+        case Receive(message):
+            return Send(message)
+        case Gathered(stage):
+            return Gather(stage)
+    return None
+
+
+def _told(item: Item) -> str:
+    return str(item.message if isinstance(item, Receive) else item)

@@ -64,7 +64,8 @@ class Original(nn.Module):
         What its modules' `get_extra_state` gave is kept, and given back by `state_dict`. Raises
         WeightsError that names all missing, unexpected and wrongly shaped keys.
         """
-        wanted = {name: tensor.shape for name, tensor in self._tensors().items()}
+        tensors = self._tensors()
+        wanted = {name: tensor.shape for name, tensor in tensors.items()}
         extra = {
             key: value
             for key, value in state_dict.items()
@@ -73,9 +74,13 @@ class Original(nn.Module):
         passed = self._elsewhere.union(extra)
         given = {key: value for key, value in state_dict.items() if key not in passed}
         weights.check(wanted, given, lambda name: given[name].shape, strict, "the state_dict")
-        result = super().load_state_dict(given, strict, assign)
+        parts = {
+            key: self._part(tensors[key], value) if key in tensors else value
+            for key, value in given.items()
+        }
+        result = super().load_state_dict(parts, strict, assign)
         self._extra |= extra
-        self._state.bind(self)
+        self._bind()
         return result
 
     def load_weights(self, path: str | Path, strict: bool = True) -> None:
@@ -93,8 +98,8 @@ class Original(nn.Module):
             weights.check(wanted, keys, lambda name: files.shape(keys[name]), strict, str(path))
             targets = {keys[name]: tensors[name] for name in keys if name in tensors}
             for key, tensor in targets.items():
-                tensor.copy_(files.read(key))
-        self._state.bind(self)
+                tensor.copy_(self._part(tensor, files.read(key)))
+        self._bind()
 
     def save_weights(self, path: str | Path, max_shard_size: int | str = "5GB") -> None:
         """Write safetensors that `load_weights`, or `from_pretrained` of transformers, reads.
@@ -117,8 +122,16 @@ class Original(nn.Module):
             if moved:
                 raise self._fixed(f"stages are on {', '.join(map(str, self._devices))}")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._state.bind(self)
+        self._bind()
         return self
+
+    def _bind(self) -> None:
+        """After tensors were replaced: the stages compute with those that stand in the tree."""
+        self._state.bind(self)
+
+    def _part(self, held: Tensor, given: Tensor) -> Tensor:
+        """What this process has of a tensor that was `given`, as it has `held`."""
+        return given
 
     def _tensors(self) -> dict[str, Tensor]:
         """The state_dict without what modules added to it."""

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from fxpipe.runtime.dtensors import local
 from fxpipe.runtime.ranks import Ranks
 
 
 def share_overflow(scaler: GradScaler, parameters: Iterable[Tensor], ranks: Ranks) -> None:
     """After a step whose loss `scaler` has scaled where the last stage is."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
     # Where it scaled no loss it doesn't know yet that it is used.
     scaler.scale(torch.zeros((), device=gradients[0].device if gradients else None))
     overflowed = any(not bool(gradient.isfinite().all()) for gradient in gradients)
-    if any(ranks.gather(overflowed)) and not overflowed and gradients:
+    if any(ranks.gather_world(overflowed)) and not overflowed and gradients:
         gradients[0].fill_(torch.inf)

@@ -33,6 +33,7 @@ def load(
     outputs: Literal["last", "all"] = "last",
     dp: int = 1,
     timeout_s: float = 600.0,
+    fully_shard: bool = False,
 ) -> Pipeline:
     """The pipeline of the package in folder `path`, with its weights if it has a folder `weights`.
 
@@ -49,10 +50,11 @@ def load(
     With `distributed`, in a script that torchrun started with a process for each device, the
     pipeline has this process's stages alone, and runs with the others' (see
     `DistributedPipeline`); `outputs` says where what it gives comes. With `dp` replicas there is a
-    process for each device of each: they train one model, each on a batch of its own. A rank that
-    waits for another for `timeout_s` seconds says what for, and ends. Raises InputError,
-    PackageError, with every rule that its files break, WeightsError, DeviceError, and StageError
-    if ranks are lost.
+    process for each device of each: they train one model, each on a batch of its own. With
+    `fully_shard` each holds a share of the parameters, their gradients and optimizer states, by
+    torch's function of that name. A rank that waits for another for `timeout_s` seconds says what
+    for, and ends. Raises InputError, PackageError, with every rule that its files break,
+    WeightsError, DeviceError, and StageError if ranks are lost.
     """
     if distributed:
         if without or capture is not None:
@@ -60,9 +62,11 @@ def load(
         # Not every build of torch has torch.distributed.
         from fxpipe.runtime.rank_package import load_rank
 
-        return load_rank(Path(path), devices, compile, deferred_batch_norm, outputs, dp, timeout_s)
-    if dp != 1:
-        raise InputError(f"dp={dp}: replicas are for distributed=True, under torchrun")
+        return load_rank(
+            Path(path), devices, compile, deferred_batch_norm, outputs, dp, timeout_s, fully_shard
+        )
+    if dp != 1 or fully_shard:
+        raise InputError("dp and fully_shard are for distributed=True, under torchrun")
     folder = Path(path).resolve()
     manifest = Manifest.from_json(_text(folder, "plan.json"))
     lanes = _devices(manifest, devices)

@@ -24,6 +24,7 @@ def load_rank(
     outputs: Literal["last", "all"],
     dp: int,
     timeout_s: float,
+    fully_shard: bool,
 ) -> DistributedPipeline:
     """What `load(path, distributed=True)` gives. Raises what it raises, alike on all ranks."""
     ranks = Ranks(dp, timeout_s)
@@ -33,6 +34,7 @@ def load_rank(
         "torch": str(torch.__version__),
         "backend of torch.distributed": dist.get_backend(),
         "outputs": outputs,
+        "fully_shard": fully_shard,
         "weights": (folder / "weights").is_dir(),
         **{name: _digest(folder / name) for name in sorted(_code(folder))},
     }
@@ -51,13 +53,16 @@ def load_rank(
     except FxpipeError as error:
         problem = str(error)
     ranks.agree(facts, problem)
-    pipe = DistributedPipeline(manifest, table, stages, device, buffers, ranks, outputs)
+    sharded = fully_shard and dp > 1
+    pipe = DistributedPipeline(manifest, table, stages, device, buffers, ranks, outputs, sharded)
     if compile:
         for stage in own:
             stage.compile()
     if (folder / "weights").is_dir():
         pipe.load_weights(folder / "weights")
     pipe.equalize()
+    if sharded:
+        pipe.shard()
     return pipe
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from functools import lru_cache
 
+from fxpipe.runtime.gathers import with_gathers
 from fxpipe.runtime.manifest import UNKNOWN, Manifest, TensorSpec
 from fxpipe.runtime.meeting import Given
 from fxpipe.runtime.messages import Message, Row, check_messages, rank_rows
@@ -15,7 +16,8 @@ class RankPlan:
     """The rows of the ranks, by how many micro-batches there are and what is to be done.
 
     With `reduces` a step's rows say when gradients are summed over replicas, by rank in the `order`
-    of its stages. Raises ScheduleError if they can't run to their ends.
+    of its stages; with `gathers` all say when parameters are gathered. Raises ScheduleError if they
+    can't run to their ends.
     """
 
     def __init__(
@@ -24,10 +26,12 @@ class RankPlan:
         schedule: Schedule,
         wires: Mapping[bool, Wires],
         reduces: bool,
+        gathers: bool,
     ) -> None:
         self._schedule = schedule
         self.order = [reduction_order(row) for row in schedule.rows]
         self._reduces = reduces
+        self._gathers = gathers
         self._wires = wires
         self._ranks = manifest.stage_to_device
         self._draws = [j for j, stage in enumerate(manifest.stages) if stage.random]
@@ -57,6 +61,8 @@ class RankPlan:
                 table = table.forwards()
             wires = self._wires[training]
             rows = rank_rows(table, wires, self._ranks, self._draws, everywhere)
+            if self._gathers:
+                rows = tuple(with_gathers(row, frees=not backward) for row in rows)
             if backward and self._reduces:
                 rows = tuple(map(with_reductions, rows, self.order))
             self._rows[key] = rows

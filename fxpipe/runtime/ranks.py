@@ -14,7 +14,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
@@ -221,6 +221,10 @@ class Ranks:
 
     def together(self, collective: Job) -> None:
         """Run what all ranks run; raises StageError if one fails meanwhile."""
+        self.wait(self.begin(collective))
+
+    def begin(self, collective: Job) -> threading.Event:
+        """Begin what all ranks run, after all that was begun before; the event says it is done."""
         done = threading.Event()
 
         def job() -> None:
@@ -228,7 +232,7 @@ class Ranks:
             done.set()
 
         self._collectives.put(job)
-        self.wait(done)
+        return done
 
     def wait(self, done: threading.Event) -> None:
         """Return once `done` is set. Raises StageError if a rank fails meanwhile or is too late."""
@@ -263,9 +267,7 @@ class Ranks:
         left = {rank: threading.Event() for rank in targets}
         for rank, event in left.items():
             self.sending[rank].put(event.set)
-        for event in left.values():
-            while not event.wait(_LOOK_S):
-                check()
+        wait_checking(left.values(), check)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -294,6 +296,13 @@ class Ranks:
                 "\n  ".join(["the ranks of this pipeline differ:", *differing])
                 + "\ngive each the same package and the same versions"
             )
+
+
+def wait_checking(events: Iterable[threading.Event], check: Callable[[], None]) -> None:
+    """Return once all are set; `check` may raise meanwhile."""
+    for event in events:
+        while not event.wait(_LOOK_S):
+            check()
 
 
 def _refuse_replicas(dps: Sequence[int], world_size: int) -> None:

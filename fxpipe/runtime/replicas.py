@@ -4,7 +4,7 @@ Losses are weighted by their rows' share of all replicas' rows, so that the sum 
 the gradient of the mean over all. They are summed in buckets, while the rest of the schedule runs.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -75,23 +75,16 @@ class Replicas:
 
     @contextmanager
     def collected(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """For `step`: when the block ends, each parameter's gradient has the sum over replicas.
-
-        What it had before, an earlier step's, has been summed then.
-        """
-        before = {parameter: parameter.grad for parameter in parameters.values()}
-        for parameter in before:
-            parameter.grad = None
-        self._buckets = []
-        try:
-            yield
-            self._ranks.together(self._wait)
-            for bucket in self._buckets:
-                bucket.give()
-        finally:
+        """For `step`: when the block ends, each parameter's gradient has the sum over replicas."""
+        with kept_apart(parameters.values()):
             self._buckets = []
-            for parameter, gradient in before.items():
-                _add(parameter, gradient)
+            try:
+                yield
+                self._ranks.together(self._wait)
+                for bucket in self._buckets:
+                    bucket.give()
+            finally:
+                self._buckets = []
 
     def reduce(self, j: int) -> None:
         """Begin to sum the gradients of stage j. Raises InputError if one is sparse."""
@@ -101,12 +94,8 @@ class Replicas:
             self._buckets.append(self._begin(parameters))
 
     def _begin(self, parameters: Sequence[nn.Parameter]) -> _Bucket:
+        refuse_sparse(parameters)
         gradients = [p.grad for p in parameters]
-        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
-            raise InputError(
-                "a sparse gradient can't be summed over replicas: make the embedding with "
-                "sparse=False"
-            )
         there = [float(gradient is not None) for gradient in gradients]
         parts = [
             torch.zeros_like(p) if g is None else g
@@ -121,6 +110,27 @@ class Replicas:
     def _wait(self) -> None:
         for bucket in self._buckets:
             bucket.work.wait()
+
+
+@contextmanager
+def kept_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """In the block gradients are a step's own; those of earlier ones have been summed then."""
+    before = {parameter: parameter.grad for parameter in parameters}
+    for parameter in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before.items():
+            _add(parameter, gradient)
+
+
+def refuse_sparse(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise InputError if one has a sparse gradient."""
+    if any(p.grad is not None and p.grad.is_sparse for p in parameters):
+        raise InputError(
+            "a sparse gradient can't be summed over replicas: make the embedding with sparse=False"
+        )
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -4,6 +4,9 @@ Each holder computes with a leaf of its own; after a step the leaves' gradients 
 the holders in all replicas, and the sum goes to the parameter of each. So all holders' optimizers
 take equal steps. The owner, whose values the others begin with, is the rank of the first stage that
 uses it.
+
+Where a parameter is sharded over the replicas, each share's gradient has been summed over them
+before, and is added up over the holders within the replica.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fxpipe.runtime.dtensors import local, shared_like
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.portal import add_gradients
 from fxpipe.runtime.ranks import Ranks
@@ -28,7 +32,7 @@ from fxpipe.runtime.ties import Tie, bound
 class Shared:
     """A parameter that this rank holds with others; `uses` are those of this rank's stages.
 
-    `owner` is a rank of `torch.distributed`, as are those of `group`.
+    Gradients are added up over `group`, in which the owner is number `owner`.
     """
 
     name: str
@@ -59,7 +63,9 @@ def first_names(manifest: Manifest) -> dict[str, str]:
 class SharedWeights:
     """Those of one rank."""
 
-    def __init__(self, manifest: Manifest, stages: Sequence[Stage], ranks: Ranks) -> None:
+    def __init__(
+        self, manifest: Manifest, stages: Sequence[Stage], ranks: Ranks, sharded: bool
+    ) -> None:
         """All ranks make theirs together."""
         self._ranks = ranks
         self.shared: list[Shared] = []
@@ -69,11 +75,12 @@ class SharedWeights:
         for first, among in held.items():
             if len(among) < 2 or kinds[first] != "parameter":
                 continue
-            members = tuple(
-                d * ranks.size + rank for d in range(ranks.dp) for rank in sorted(among)
-            )
-            if members not in groups:
-                groups[members] = ranks.new_group(members)
+            for replicas in [[d] for d in range(ranks.dp)] if sharded else [range(ranks.dp)]:
+                members = tuple(d * ranks.size + rank for d in replicas for rank in sorted(among))
+                if members not in groups:
+                    groups[members] = ranks.new_group(members)
+                if ranks.world_rank in members:
+                    group = groups[members]
             if ranks.rank in among:
                 uses = tuple(
                     Tie(stage, name, first, True)
@@ -81,13 +88,13 @@ class SharedWeights:
                     for name in stage.spec.parameters
                     if names[name] == first
                 )
-                self.shared.append(Shared(first, among[0], groups[members], uses))
+                self.shared.append(Shared(first, sorted(among).index(among[0]), group, uses))
 
     def equalize(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Give all holders the owner's values."""
         for each in self.shared:
-            tensor = parameters[each.name].detach()
-            self._ranks.together(partial(dist.broadcast, tensor, each.owner, each.group))
+            broadcast = partial(dist.broadcast, group=each.group, group_src=each.owner)
+            self._ranks.together(partial(broadcast, parameters[each.name].detach()))
 
     @contextmanager
     def collected(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
@@ -101,6 +108,14 @@ class SharedWeights:
             total = self._summed(each, own, parameter)
             if total is not None:
                 torch.autograd.backward([parameter], [total])
+
+    def sum_shares(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Give each parameter, of which a rank has a share, the sum of all stages' gradients."""
+        for each in self.shared:
+            parameter = parameters[each.name]
+            own = None if parameter.grad is None else local(parameter.grad)
+            total = self._summed(each, own, local(parameter))
+            parameter.grad = None if total is None else shared_like(parameter, total)
 
     def _summed(self, each: Shared, own: Tensor | None, parameter: Tensor) -> Tensor | None:
         if not parameter.requires_grad:

@@ -11,7 +11,7 @@ import toys
 from torch import Tensor, nn
 
 from fxpipe import checkpoint
-from fxpipe.errors import WeightsError
+from fxpipe.errors import InputError, WeightsError
 from fxpipe.runtime import load, saving
 from fxpipe.runtime.distributed import DistributedPipeline
 from fxpipe.runtime.random import microbatch_seeds
@@ -68,11 +68,13 @@ def steps(folder: Path, name: str, m: int, batches: Sequence[int], everywhere: b
     return "equal"
 
 
-def replicated(folder: Path, name: str, m: int, batches: Sequence[Sequence[int]]) -> str:
+def replicated(
+    folder: Path, name: str, m: int, batches: Sequence[Sequence[int]], fully_shard: bool = False
+) -> str:
     """Steps of replicas, each with its own number of rows, whose gradients add up over steps."""
     toy = toys.TOYS[name]
     dp = len(batches[0])
-    model, pipe = pair(folder, toy, dp=dp)
+    model, pipe = pair(folder, toy, dp=dp, fully_shard=fully_shard)
     plain = [copy.deepcopy(model) for _ in range(dp)]
     random = name == "noisy"
     for rows in batches:
@@ -103,10 +105,10 @@ def replicas_start_equal(folder: Path) -> list[Tensor]:
     return [parameter.detach() for parameter in pipe.parameters()]
 
 
-def replicated_training(folder: Path, path: Path) -> str:
+def replicated_training(folder: Path, path: Path, fully_shard: bool = False) -> str:
     """Replicas that clip, scale and save; what the plain model has after as many steps."""
     toy = toys.TIED
-    model, pipe = pair(folder, toy, dp=2)
+    model, pipe = pair(folder, toy, dp=2, fully_shard=fully_shard)
     optimizers = [torch.optim.AdamW(each.parameters(), 0.05) for each in (model, pipe)]
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for rows in ((5, 3), (4, 6)):
@@ -126,6 +128,84 @@ def replicated_training(folder: Path, path: Path) -> str:
     assert all(toys.same(p, values[name]) for name, p in pipe.named_parameters())
     checkpoint.save(path, pipe, optimizers[1], pipe._ranks.replica)
     return "equal"
+
+
+def replicated_resumed(folder: Path, path: Path, fully_shard: bool) -> str:
+    """What such a checkpoint has, loaded by replicas: weights and optimizer state go on alike."""
+    toy = toys.TIED
+    model, pipe = pair(folder, toy, dp=2, fully_shard=fully_shard)
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.05) for each in (model, pipe)]
+    for rows in ((5, 3), (4, 6), (2, 4)):
+        (x,) = toy.inputs(sum(rows))
+        expected = toys.plain_step(toy, model, (x,), sum(rows))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if rows == (2, 4):
+            assert checkpoint.load(path, pipe, optimizers[1]) == 0
+            piece = x.split(list(rows))[pipe._ranks.replica]
+            assert toys.same(pipe.step(piece, loss_fn=toys.mean_loss), expected)
+            pipe.clip_grad_norm_(0.1)
+            optimizers[1].step()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    values = dict(model.named_parameters())
+    assert all(toys.same(p, values[name]) for name, p in pipe.named_parameters())
+    return "equal"
+
+
+def shares(folder: Path, path: Path) -> tuple[dict[str, int], str]:
+    """How much a rank holds of each parameter, and the error of what can't be done any more.
+
+    Before, all that touches parameters goes as it does with the plain model.
+    """
+    toy = toys.SCALED
+    model, pipe = pair(folder, toy, dp=2, fully_shard=True)
+    pipe.float().double()
+    pipe.load_state_dict(model.state_dict())
+    pieces = toy.inputs(10)[0].split([6, 4])
+    x, other = pieces[pipe._ranks.replica], copy.deepcopy(model)
+
+    def step() -> None:
+        for each, piece in ((model, pieces[0]), (other, pieces[1])):
+            toys.plain_step(toy, each, (piece,), 2, share=len(piece) / 10)
+        for parameter, its in zip(model.parameters(), other.parameters(), strict=True):
+            if its.grad is not None:
+                parameter.grad += its.grad
+        other.zero_grad()
+        pipe.step(x, loss_fn=toys.mean_loss)
+        toys.assert_same_state(pipe, model)
+
+    def evaluate() -> None:
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                output, expected = pipe.eval()(x), model.eval()(x)
+            assert output is None or toys.same(output, expected)
+        pipe.train()
+        model.train()
+
+    evaluate()
+    step()
+    step()
+    for each in (model, pipe):
+        optimizer = torch.optim.AdamW(each.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    evaluate()
+    pipe.save_weights(path)
+    twice = {name: tensor * 2 for name, tensor in model.state_dict().items()}
+    for assign in (False, True):
+        pipe.load_state_dict(twice, assign=assign)
+        assert pipe._ranks.rank or not torch.equal(pipe.a.weight.full_tensor(), model.a.weight)
+        pipe.load_weights(path)
+        evaluate()
+    other.load_state_dict(model.state_dict())
+    step()
+    pipe.load_state_dict(pipe.state_dict())
+    evaluate()
+    try:
+        pipe.float()
+    except InputError as error:
+        return {name: p.to_local().numel() for name, p in pipe.named_parameters()}, str(error)
+    raise AssertionError("dtypes changed")
 
 
 def training(folder: Path, name: str, m: int) -> str:

@@ -696,6 +696,57 @@ WHOLE = Toy(
     ),
 )
 
+
+class Scaled(nn.Module):
+    """Parameters without dimensions, without a gradient, and frozen; statistics of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 8)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.idle = nn.Parameter(torch.ones(3))
+        self.bn = nn.BatchNorm1d(8)
+        self.b = nn.Linear(8, 3)
+        self.b.bias.requires_grad_(False)
+
+    def forward(self, x):
+        return self.b(self.bn(torch.tanh(self.a(x)) * self.scale))
+
+
+SCALED = Toy(
+    Scaled,
+    (
+        Part(
+            """
+            def __init__(self):
+                super().__init__()
+                self.a = nn.Linear(6, 8)
+                self.scale = nn.Parameter(torch.tensor(1.5))
+                self.idle = nn.Parameter(torch.ones(3))
+
+            def forward(self, x):
+                return torch.tanh(self.a(x)) * self.scale
+            """,
+            (None,),
+            ("h",),
+        ),
+        Part(
+            """
+            def __init__(self):
+                super().__init__()
+                self.bn = nn.BatchNorm1d(8)
+                self.b = nn.Linear(8, 3)
+
+            def forward(self, h):
+                return self.b(self.bn(h))
+            """,
+            (0,),
+            ("y",),
+            mutated=tuple(f"bn.{name}" for name in _COUNTERS),
+        ),
+    ),
+)
+
 TOYS = {
     "chain": CHAIN,
     "skips": SKIPS,
@@ -739,9 +790,15 @@ def same(found: Tensor | None, expected: Tensor | None) -> bool:
     """Equal to 1e-10 of the largest value; 1e-14 is zero, as a bias before batch norm gets."""
     if found is None or expected is None:
         return found is expected
-    found, expected = found.detach(), expected.detach()
+    found, expected = _whole(found.detach()), expected.detach()
     limit = 1e-10 * max(1e-4, float(expected.abs().max()))
     return found.shape == expected.shape and bool(((found - expected).abs() <= limit).all())
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of one of which this process may have a share."""
+    full = getattr(tensor, "full_tensor", None)
+    return full() if full else tensor
 
 
 def assert_same_state(pipe: nn.Module, model: nn.Module) -> None:
