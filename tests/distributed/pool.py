@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PATIENCE_S = 110  # a first job imports what it needs, on a machine that may be busy
+PATIENCE_S = 300  # a first job imports what it needs, on a machine that may be busy
 
 
 class Pool:
