@@ -5,10 +5,12 @@ the output and gives its gradients; at last the gradients of the inputs go back 
 made from. All follow the order in which the table's actions run clock cycle by clock cycle.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +28,27 @@ from fxpipe.schedule import Action, Kind, clock_order
 class Turn:
     """Micro-batch `i`'s closure, and where its random numbers stand; `share` is of the rows."""
 
-    def __init__(self, i: int, function: Callable[[], Any], seed: int, share: float) -> None:
-        self.i = i
-        self.closure = Closure(function)
+    def __init__(
+        self,
+        i: int,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        seed: int,
+        share: float,
+    ) -> None:
+        self.closure = Closure(partial(function, *args, **kwargs))
         self.random = RandomStream(seed)
         self.share = share
+        self._i = i
+        self._file = getattr(getattr(function, "__code__", None), "co_filename", None)
+
+    def place(self, error: BaseException) -> str:
+        """Where in the closure's file it was raised."""
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = [line for frame, line in frames if frame.f_code.co_filename == self._file]
+        at = f", {Path(self._file).name}, line {lines[-1]}" if self._file and lines else ""
+        return f"in the closure of micro-batch {self._i}{at}"
 
 
 class Conductor:
@@ -67,11 +85,11 @@ class Conductor:
 
     def _conduct(self, order: Sequence[Action]) -> None:
         self._enter(0)
-        for part, i in _parts(order, self._call.n):
-            if part is _Part.PREPARE:
+        for part, i in parts_in(order, self._call.n):
+            if part is Part.PREPARE:
                 self._visits[i] = self._prepare(self._turns[i])
                 self._enter(i)
-            elif part is _Part.FINISH:
+            elif part is Part.FINISH:
                 output, random = self._end.output(i), self._call.random(self._call.n, i)
                 assert random is not None
                 self._turns[i].random = random
@@ -109,13 +127,15 @@ class Conductor:
             ) from error
 
 
-class _Part(Enum):
+class Part(Enum):
+    """Of a closure; the last is the way back, once it has ended."""
+
     PREPARE = auto()
     FINISH = auto()
     UPSTREAM = auto()
 
 
-def _parts(order: Sequence[Action], n: int) -> Iterator[tuple[_Part, int]]:
+def parts_in(order: Sequence[Action], n: int) -> Iterator[tuple[Part, int]]:
     """What the conductor does in which order; micro-batch 0 is prepared already.
 
     Each other is prepared while stage 0 runs the one before it.
@@ -126,8 +146,8 @@ def _parts(order: Sequence[Action], n: int) -> Iterator[tuple[_Part, int]]:
         i = action.microbatch
         forward = action.kind is Kind.FORWARD
         if action.stage == 0 and forward:
-            yield from ((_Part.PREPARE, k) for k in islice(following, 1))
+            yield from ((Part.PREPARE, k) for k in islice(following, 1))
         if action.stage == n - 1 and forward:
-            yield _Part.FINISH, i
+            yield Part.FINISH, i
         if action.stage == 0 and action.kind.sends_back:
-            yield _Part.UPSTREAM, i
+            yield Part.UPSTREAM, i

@@ -28,6 +28,7 @@ from fxpipe.runtime.dtensors import is_cut, local, share_of, whole
 from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.exchange import Exchange, Layouts
 from fxpipe.runtime.fit import sizes_of
+from fxpipe.runtime.listeners import LISTENERS
 from fxpipe.runtime.manifest import EstimateSpec, Manifest
 from fxpipe.runtime.meeting import Given, Word, agreed
 from fxpipe.runtime.messages import Message, Receive, Reduce, Row, Send
@@ -112,6 +113,7 @@ class DistributedPipeline(Pipeline):
             self._replicas = Replicas(ranks, own, self._plan.order[rank], first, shared)
         self._shards: Shards | None = None
         self._layouts: dict[object, Layouts] = {}
+        LISTENERS.add(self)
 
     def equalize(self) -> None:
         """Give what several ranks hold the values that the first of them has."""
@@ -355,6 +357,10 @@ class DistributedPipeline(Pipeline):
         elsewhere = [j for j, home in enumerate(self._homes) if home != here]
         wires = self._wires[self.training]
         return Call(self._everywhere, wires, links, 1, m, elsewhere)
+
+    def tell(self, error: BaseException) -> None:
+        """Let the other ranks hear that this one's closure failed before it came to a call."""
+        self._ranks.fail(error)
 
     def _new_visits(self, first: Visit, m: int) -> ReplicatedCall:
         return rank_visits.begin(self, first, m)

@@ -110,6 +110,7 @@ class Exchange:
         """Return once all has been sent. Raises StoppedError if the call is stopped meanwhile."""
         self._finishing = True
         self._ranks.flush(self._targets, lambda: self._call.check(0))
+        self._finishing = False
 
     @property
     def awaited(self) -> str | None:

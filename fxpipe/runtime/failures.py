@@ -119,5 +119,7 @@ class Failures:
 
 
 def _told(error: BaseException) -> str:
-    """An error in words."""
-    return str(error) if isinstance(error, FxpipeError) else f"{type(error).__name__}: {error}"
+    """An error in words, with its notes."""
+    text = str(error) if isinstance(error, FxpipeError) else f"{type(error).__name__}: {error}"
+    notes = "; ".join(getattr(error, "__notes__", ()))
+    return f"{text} ({notes})" if notes else text

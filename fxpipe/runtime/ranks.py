@@ -276,8 +276,12 @@ class Ranks:
             with self.progress.inside():
                 yield
         except BaseException as error:
-            self._failures.fail(error)
+            self.fail(error)
             raise
+
+    def fail(self, error: BaseException) -> None:
+        """Let the other ranks hear of it. Raises StageError if another has failed before."""
+        self._failures.fail(error)
 
     def agree(self, facts: Mapping[str, object], problem: str | None) -> None:
         """Raise, on all ranks, if one has a `problem`, or if their facts differ."""

@@ -8,7 +8,6 @@ gradients that its `backward` gives the output go back by the schedule table.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from fxpipe.errors import InputError
 from fxpipe.runtime.closure import abandoning, running
 from fxpipe.runtime.conductor import Conductor, Turn
+from fxpipe.runtime.listeners import telling_all
 from fxpipe.runtime.microbatch import map_nested, parts_of
 from fxpipe.runtime.pipeline import Visit
 from fxpipe.runtime.random import borrowed, microbatch_seeds
@@ -66,15 +66,16 @@ class Runner:
         """
         if running() is not None:
             raise InputError("a closure can't run a step: call the pipeline in it")
-        pieces = cut((args, kwargs), self._m)
-        turns = [
-            Turn(i, partial(closure, *piece, **named), seed, share)
-            for i, (((piece, named), share), seed) in enumerate(
-                zip(pieces, microbatch_seeds(len(pieces)), strict=True)
-            )
-        ]
+        with telling_all():
+            pieces = cut((args, kwargs), self._m)
+            seeds = microbatch_seeds(len(pieces))
+            turns = [
+                Turn(i, closure, piece, named, seed, share)
+                for i, (((piece, named), share), seed) in enumerate(zip(pieces, seeds, strict=True))
+            ]
         with abandoning([turn.closure for turn in turns]):
-            visit = self._prepare(turns[0])
+            with telling_all():
+                visit = self._prepare(turns[0])
             Conductor(visit, turns, self._prepare, self._finish).run()
         return [turn.closure.result for turn in turns]
 
@@ -115,6 +116,9 @@ class Runner:
             with borrowed(turn.random) as numbers:
                 yield
             turn.random = numbers.end
+        except BaseException as error:
+            error.add_note(turn.place(error))
+            raise
         finally:
             self._share = 1.0
 

@@ -44,7 +44,7 @@ class Shared:
 def holders(manifest: Manifest) -> dict[str, list[int]]:
     """By the first name of each parameter and buffer, the ranks that hold it, the owner first.
 
-    What no stage uses the first rank holds.
+    What no stage uses the first rank holds; what stands around a part of a model, all do.
     """
     first = first_names(manifest)
     found: dict[str, list[int]] = {name: [] for name in first.values()}
@@ -52,7 +52,8 @@ def holders(manifest: Manifest) -> dict[str, list[int]]:
         for name in (*stage.parameters, *stage.buffers):
             if stage.device not in found[first[name]]:
                 found[first[name]].append(stage.device)
-    return {name: ranks or [0] for name, ranks in found.items()}
+    unused = [*range(len(manifest.devices))] if manifest.part is not None else [0]
+    return {name: ranks or unused for name, ranks in found.items()}
 
 
 def first_names(manifest: Manifest) -> dict[str, str]:
@@ -68,6 +69,7 @@ class SharedWeights:
     ) -> None:
         """All ranks make theirs together."""
         self._ranks = ranks
+        self._used = {name for stage in manifest.stages for name in stage.parameters}
         self.shared: list[Shared] = []
         names, held = first_names(manifest), holders(manifest)
         kinds = {spec.name: spec.kind for spec in manifest.state}

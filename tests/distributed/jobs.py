@@ -394,7 +394,7 @@ def failing(folder: Path, where: str) -> tuple[str, str]:
     pipe.step(x, loss_fn=toys.mean_loss)
     if where == "stage" and pipe.is_last:
         module = pipe._stages[-1].module
-        module.register_forward_pre_hook(_fail_at(2))
+        module.register_forward_pre_hook(fail_at(2))
     loss_fn = _bad_loss if where == "loss" else toys.mean_loss
     found = []
     for _ in range(2):
@@ -405,7 +405,7 @@ def failing(folder: Path, where: str) -> tuple[str, str]:
     return found[0], found[1]
 
 
-def _fail_at(i: int) -> object:
+def fail_at(i: int) -> object:
     seen = []
 
     def hook(*_: object) -> None:

@@ -50,3 +50,29 @@ def test_the_end_and_the_beginning_may_be_on_any_rank(two, tmp_path, name, devic
     toys.write(tmp_path, toy, 3, devices=devices)
     frozen = "" if toy.integer else "after"
     assert alike(two.run(closure_jobs.steps, tmp_path, name, 3, (10, 2, 4), frozen))
+
+
+PLACE = " (in the closure of micro-batch {}, closure_jobs.py, line "
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "place"),
+    [
+        ("before 0", "KeyError: 'mine'", PLACE.format(0)),
+        ("before 2", "KeyError: 'mine'", PLACE.format(2)),
+        ("after 1", "KeyError: 'mine'", PLACE.format(1)),
+        (
+            "call 0",
+            "InputError: input 'x' must have shape [batch, 6], found [3, 5]",
+            PLACE.format(0),
+        ),
+        ("stage", "StageError: stage 2 failed in 2F2: ValueError: a bad row", ""),
+    ],
+)
+def test_what_fails_on_one_rank_is_named_by_all(two, tmp_path, where, error, place):
+    toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
+    (heard, again), (own, _) = two.run(closure_jobs.failing, tmp_path, where, 1)
+    assert own == error
+    text = error if error.startswith("KeyError") else error.partition(": ")[2]
+    assert heard.startswith(f"StageError: rank 1 failed: {text}{place}")
+    assert "start all processes again" in again

@@ -8,9 +8,10 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.passes import order
+from fxpipe.runtime.conductor import Part, parts_in
 from fxpipe.runtime.messages import Receive, Row, Send, arrivals, check_messages, rank_rows
 from fxpipe.runtime.portal import CALLER, Wire, Wires
-from fxpipe.schedule import Action, Kind, Schedule
+from fxpipe.schedule import Action, Kind, Schedule, clock_order
 
 HALVED = "0F0,0F1,2F0,2B0,0I0,2F1,0W0,2I1,2W1,0B1\n1F0,1F1,1B0,1I1,1W1\n"
 
@@ -20,7 +21,7 @@ def wires_of(n: int, *skips: tuple[int, int]) -> Wires:
     reads: list[list[Wire]] = [[Wire(j - 1, f"x{j - 1}")] for j in range(n + 1)]
     reads[0] = [Wire(CALLER, "x")]
     for source, reader in skips:
-        reads[reader].append(Wire(source, f"x{source}"))
+        reads[reader].append(Wire(source, "x" if source == CALLER else f"x{source}"))
     readers: dict[Wire, list[int]] = {}
     for j, wires in enumerate(reads):
         for wire in wires:
@@ -108,6 +109,100 @@ def test_all_that_is_needed_comes_under_each_named_schedule(name, draws, skips):
         check_messages(rows)
         for seed in range(3):
             run(rows, cut, wires, draws, seed)
+
+
+def conduct(
+    rows: tuple[Row, ...], table: Schedule, wires: Wires, draws: list[int], seed: int
+) -> None:
+    """Run all rows, and closures on each rank, at random speeds: none waits forever."""
+    n, homes = table.n_stages, table.stage_to_device
+    chance = random.Random(seed)
+    order = clock_order(table)
+    sent: list[set[object]] = [set() for _ in rows]  # by target
+    have: list[set[object]] = [set() for _ in rows]
+    lanes = [deque(row) for row in rows]
+    parts = [deque([(Part.PREPARE, 0), *parts_in(order, n)]) for _ in rows]
+    trains = any(a.kind is not Kind.FORWARD for a in order)
+
+    def needs(rank: int, item: object) -> set[object]:
+        if isinstance(item, Action):
+            j, i = item.stage, item.microbatch
+            if item.kind is Kind.FORWARD:
+                values = {("value", w, j, i) for w in wires.reads[j]}
+                return values | ({("random", j, i)} if j in draws else set())
+            if item.kind.sends_back:
+                own = [(w, ks) for w, ks in wires.readers.items() if w.source == j]
+                return {("gradient", w, k, i) for w, ks in own for k in ks}
+            return set()
+        part, i = item
+        if part is Part.FINISH:
+            return {("random", n, i), *(("value", w, n, i) for w in wires.reads[n])}
+        inputs = [(w, ks) for w, ks in wires.readers.items() if w.source == CALLER]
+        made = {("gradient", w, k, i) for w, ks in inputs for k in ks}
+        return made if part is Part.UPSTREAM else set()
+
+    def makes(rank: int, item: object) -> set[object]:
+        if isinstance(item, Action):
+            j, i = item.stage, item.microbatch
+            if item.kind is Kind.FORWARD:
+                following = next((k for k in draws if k > j), n)
+                values = {(w, k) for w, ks in wires.readers.items() if w.source == j for k in ks}
+                found = {("value", w, k, i) for w, k in values if k == n or homes[k] == rank}
+                if j in draws and (following == n or homes[following] == rank):
+                    found.add(("random", following, i))
+                return found
+            ports = wires.reads[j] if item.kind.sends_back else ()
+            return {
+                ("gradient", w, j, i)
+                for w in ports
+                if w.source == CALLER or homes[w.source] == rank
+            }
+        part, i = item
+        if part is Part.PREPARE:
+            inputs = {(w, k) for w, ks in wires.readers.items() if w.source == CALLER for k in ks}
+            first = draws[0] if draws else n
+            return {("random", first, i), *(("value", w, k, i) for w, k in inputs)}
+        if part is Part.FINISH and trains:
+            return {("gradient", w, n, i) for w in wires.reads[n]}
+        return set()
+
+    def ready(rank: int, item: object) -> bool:
+        if isinstance(item, Receive):
+            return item.message in sent[rank]
+        return isinstance(item, Send) or needs(rank, item) <= have[rank]
+
+    while any(lanes) or any(parts):
+        able = [
+            (rank, queue)
+            for queues in (lanes, parts)
+            for rank, queue in enumerate(queues)
+            if queue and ready(rank, queue[0])
+        ]
+        rank, queue = chance.choice(able)
+        item = queue.popleft()
+        if isinstance(item, Send):
+            assert item.message not in sent[item.message.target]
+            sent[item.message.target].add(item.message)
+        elif isinstance(item, Receive):
+            m = item.message
+            wire = () if m.what == "random" else (m.wire,)
+            have[rank] |= {(m.what, *wire, j, m.microbatch) for j in m.stages}
+        else:
+            have[rank] |= makes(rank, item)
+
+
+@pytest.mark.parametrize("skips", [[], [(0, 2), (0, 4), (1, 4), (CALLER, 2)]], ids=["", "skips"])
+@pytest.mark.parametrize("draws", [[], [0, 1]], ids=["", "random"])
+@pytest.mark.parametrize("name", order.NAMES)
+def test_closures_on_every_rank_never_wait_forever(name, draws, skips):
+    p = 2 if order.usual_loops(name, 4) > 1 else 4
+    table = order.build(name, p, 5, order.usual_loops(name, p))
+    for cut in (table, table.first(3), table.forwards()):
+        wires = wires_of(cut.n_stages, *skips)
+        rows = rank_rows(cut, wires, cut.stage_to_device, draws, everywhere=True)
+        check_messages(rows)
+        for seed in range(3):
+            conduct(rows, cut, wires, draws, seed)
 
 
 def test_a_table_by_hand_of_whole_and_halved_backwards():
