@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import toys
@@ -60,3 +61,84 @@ def error_of(call: Callable[[], object]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"
+
+
+def without_gradients(folder: Path) -> str:
+    """Under no_grad, around the step or in the closure, all ranks get the outputs."""
+    toy = toys.NOISY
+    model, pipe = pair(folder, toy)
+    (x,) = toy.inputs()
+
+    def inside(piece: Tensor) -> Tensor:
+        with torch.no_grad():
+            return pipe(piece)
+
+    torch.manual_seed(1)
+    expected = toys.microbatched_outputs(toy, model, (x,), 4, random=True)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        found = [Runner(4).step(lambda piece: pipe(piece), x)]
+    torch.manual_seed(1)
+    found.append(Runner(4).step(inside, x))
+    for outputs in found:
+        assert not any(output.requires_grad for output in outputs)
+        assert all(toys.same(a, b) for a, b in zip(outputs, expected, strict=True))
+    return "equal"
+
+
+def in_place(folder: Path) -> str:
+    """A closure may write into what it is given, and so may `.grad` be written into."""
+    toy = toys.EARLY
+    model, pipe = pair(folder, toy)
+    ours, theirs = toy.inputs(), toy.inputs()
+    for inputs in (ours, theirs):
+        inputs[1].data = torch.arange(6).double()
+        inputs[1].requires_grad_()
+
+    def closure(x: Tensor, shift: Tensor, run: Callable[..., Any] = pipe) -> None:
+        output = run(x, shift)
+        loss = output["logits"].mul_(2).pow(2).sum() + output["aux"].exp_().sum()
+        loss.backward()
+
+    for _ in range(3):
+        Runner(4).step(closure, *ours)
+        for piece in toys.pieces(toy, theirs, 4):
+            closure(*piece, run=model)
+        toys.assert_same_state(pipe, model)
+        assert toys.same(ours[1].grad, theirs[1].grad)
+    return "equal"
+
+
+def differing(folder: Path) -> list[str]:
+    """The errors of steps that are not alike on all ranks; a right one goes on after each."""
+    _, pipe = pair(folder, toys.CHAIN)
+    (x,) = toys.CHAIN.inputs()
+    rank = pipe._ranks.rank
+    factor = {"before": 1.0, "after": 1.0}
+
+    def closure(piece: Tensor) -> None:
+        (pipe(piece * factor["before"]) * factor["after"]).mean().backward()
+
+    def tried(call: Callable[[], object]) -> str:
+        error = error_of(call)
+        pipe.train()
+        factor.update(before=1.0, after=1.0)
+        assert error_of(lambda: Runner(4).step(closure, x)) == "none"
+        return error
+
+    def with_factor(where: str) -> None:
+        factor[where] += rank
+        Runner(4).step(closure, x)
+
+    def unequal_gradients() -> None:
+        with torch.set_grad_enabled(rank == 0):
+            Runner(4).step(lambda piece: pipe(piece), x)
+
+    return [
+        tried(lambda: with_factor("before")),
+        tried(lambda: with_factor("after")),
+        tried(lambda: Runner(4).step(closure, x[: 3 + 7 * rank])),
+        tried(lambda: Runner(4).step(closure, x.clone().requires_grad_(rank == 0))),
+        tried(unequal_gradients),
+        tried(lambda: pipe.train(rank == 0) and Runner(4).step(closure, x)),
+    ]

@@ -15,6 +15,8 @@ TABLES = {
     "zb-v": (0, 1, 1, 0),
 }
 
+EQUAL = ["equal", "equal"]
+
 
 def alike(digests):
     """Whether all ranks hold the very same gradients around the pipeline."""
@@ -76,3 +78,26 @@ def test_what_fails_on_one_rank_is_named_by_all(two, tmp_path, where, error, pla
     text = error if error.startswith("KeyError") else error.partition(": ")[2]
     assert heard.startswith(f"StageError: rank 1 failed: {text}{place}")
     assert "start all processes again" in again
+
+
+def test_without_gradients_all_ranks_get_the_outputs(two, tmp_path):
+    toys.write(tmp_path, toys.NOISY, 4, devices=(0, 1, 0))
+    assert two.run(closure_jobs.without_gradients, tmp_path) == EQUAL
+
+
+def test_a_closure_may_write_into_what_it_gets(two, tmp_path):
+    toys.write(tmp_path, toys.EARLY, 4)
+    assert two.run(closure_jobs.in_place, tmp_path) == EQUAL
+
+
+def test_closures_that_differ_are_refused_alike_and_the_next_goes_on(two, tmp_path):
+    toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
+    errors, others = two.run(closure_jobs.differing, tmp_path)
+    assert errors == others
+    before, after, rows, gradient, grad, mode = errors
+    assert "rank 1's closure gave the pipeline another x in micro-batch 0 than rank 0's" in before
+    assert "rank 1's closure gave the pipeline another gradient of output y in micro-" in after
+    assert "rank 1 was called with 4 closures, rank 0 with 3 closures" in rows
+    assert "1 of them with a gradient; rank 1" in gradient
+    assert "rank 1 was called with 4 closures without gradients, rank 0 with 4 closures" in grad
+    assert "rank 1 is in eval mode, rank 0 in training mode" in mode
