@@ -1,7 +1,8 @@
 """Checkpoints of a training run, by `torch.distributed.checkpoint`, under the original names.
 
     fxpipe.checkpoint.save("run/last", pipe, optimizer, {"step": step})
-    extra = fxpipe.checkpoint.load("run/last", pipe, optimizer)
+    if fxpipe.checkpoint.exists("run/last"):
+        extra = fxpipe.checkpoint.load("run/last", pipe, optimizer)
 
 Saved under one plan, a checkpoint is loaded under another: other stages, another schedule, more
 processes or one; the plain model itself can load it too. Of a weight that several processes hold
@@ -37,6 +38,7 @@ from fxpipe.runtime.ranks import Ranks
 
 # What separates a parameter's name from a key of its optimizer state: no name has it.
 _SLASH = "/"
+_LAST_WRITTEN = ".metadata"  # by torch, once all else is there
 
 
 def save(
@@ -73,16 +75,19 @@ def save(
         _barrier(ranks)
 
 
+def exists(path: str | Path) -> bool:
+    """Whether `load` would find a checkpoint at `path`, one that `save` has finished."""
+    return (_place(Path(path)) / _LAST_WRITTEN).is_file()
+
+
 def load(path: str | Path, pipe: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Load what `save` wrote into `pipe` and `optimizer`, in place; gives `extra` back.
 
     Nothing is loaded unless all keys and shapes fit. Raises WeightsError.
     """
-    folder, ranks = Path(path), _begin(pipe, "checkpoint.load")
-    if not folder.exists() and _beside(folder, "before").exists():
-        folder = _beside(folder, "before")  # the process died as it put the new one in its place
+    ranks = _begin(pipe, "checkpoint.load")
     with _telling(ranks):
-        reader = FileSystemReader(folder)
+        reader = FileSystemReader(_place(Path(path)))
         try:
             metadata = reader.read_metadata()
         except OSError as error:
@@ -142,6 +147,12 @@ def _barrier(ranks: Ranks | None) -> None:
 
 def _beside(folder: Path, what: str) -> Path:
     return folder.with_name(f".{folder.name}.{what}")
+
+
+def _place(folder: Path) -> Path:
+    """Where the checkpoint is: beside its place if a process died as it put a new one there."""
+    before = _beside(folder, "before")
+    return before if before.exists() and not folder.exists() else folder
 
 
 def _check(metadata: Metadata, model: Mapping[str, Any], path: str) -> None:

@@ -59,6 +59,7 @@ def test_the_plain_model_loads_a_pipelines_and_the_other_way_round(tmp_path):
 def test_the_one_before_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
     _, pipe = toys.both(tmp_path, toys.CHAIN)
     path = tmp_path / "last"
+    assert not fxpipe.checkpoint.exists(path)
     fxpipe.checkpoint.save(path, pipe, extra=1)
 
     def dies(*_: object, **__: object) -> None:
@@ -73,6 +74,7 @@ def test_the_one_before_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
     assert fxpipe.checkpoint.load(path, pipe) == 3
     # As if the process had died between the old one's going and the new one's coming.
     path.rename(tmp_path / ".last.before")
+    assert fxpipe.checkpoint.exists(path)
     assert fxpipe.checkpoint.load(path, pipe) == 3
     fxpipe.checkpoint.save(path, pipe, extra=4)
     assert fxpipe.checkpoint.load(path, pipe) == 4
@@ -86,7 +88,9 @@ def test_what_is_not_whole_or_does_not_fit_loads_nothing(tmp_path):
         fxpipe.checkpoint.load(path, pipe)
     fxpipe.checkpoint.save(path, pipe)
     shutil.copytree(path, tmp_path / "half")
+    assert fxpipe.checkpoint.exists(tmp_path / "half")
     (tmp_path / "half" / ".metadata").unlink()
+    assert not fxpipe.checkpoint.exists(tmp_path / "half")
     with pytest.raises(WeightsError, match="is no whole checkpoint"):
         fxpipe.checkpoint.load(tmp_path / "half", pipe)
     with pytest.raises(WeightsError, match=r"no optimizer state of 8 parameters: body.stages.bias"):

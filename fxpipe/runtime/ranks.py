@@ -30,6 +30,7 @@ from fxpipe.errors import DeviceError, InputError, PackageError, StageError
 from fxpipe.runtime.board import Board
 from fxpipe.runtime.failures import Failures
 from fxpipe.runtime.progress import Progress
+from fxpipe.runtime.rendezvous import join
 
 T = TypeVar("T")
 Job = Callable[[], object]
@@ -81,7 +82,7 @@ def _end(queue: SimpleQueue[Job | None], thread: threading.Thread) -> None:
 
 def _meet(timeout_s: float) -> None:
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        join(timedelta(seconds=timeout_s))
     except dist.DistError as error:
         raise StageError(
             f"rank {os.environ['RANK']}: the {os.environ.get('WORLD_SIZE')} processes did not meet "

@@ -1,0 +1,54 @@
+"""How processes find each other, also those that torchrun has started again.
+
+torchrun keeps its store through restarts (https://github.com/pytorch/pytorch/issues/135712), with
+the addresses that the processes of before have left in it: new ones read them, and wait forever. No
+count of starts is the same on all hosts. So the first rank makes up a name for this start, gives it
+to each that asks, and all use the part of the store below that name.
+"""
+
+import secrets
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+_LOOK_S = 0.02
+
+
+def join(timeout: timedelta) -> None:
+    """Set `torch.distributed` up as the environment says.
+
+    Raises its DistError if the others don't come within `timeout`.
+    """
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    store = apart(PrefixStore("fxpipe", store), rank, size, timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def apart(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
+    """The part of the store of those who call this together, whatever others have left in it."""
+    own = secrets.token_hex(8)
+    if rank == 0:
+        _receive(store, own, size, timeout)
+        return PrefixStore(own, store)
+    # Only a process that runs now can answer to what was just made up.
+    store.set(f"asks/{rank}", own)
+    store.wait([f"answer/{own}"], timeout)
+    name = store.get(f"answer/{own}").decode()
+    store.set(f"{name}/knows/{rank}", "")
+    return PrefixStore(name, store)
+
+
+def _receive(store: Store, name: str, size: int, timeout: timedelta) -> None:
+    """Answer `name` to each other rank that asks, until all know it."""
+    missing = list(range(1, size))
+    until = time.monotonic() + timeout.total_seconds()
+    while missing := [rank for rank in missing if not store.check([f"{name}/knows/{rank}"])]:
+        if time.monotonic() > until:
+            raise dist.DistStoreError(f"ranks {', '.join(map(str, missing))} have not come")
+        for rank in missing:
+            if store.check([f"asks/{rank}"]):
+                store.set(f"answer/{store.get(f'asks/{rank}').decode()}", name)
+        time.sleep(_LOOK_S)
