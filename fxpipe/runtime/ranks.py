@@ -96,6 +96,12 @@ def _cause(error: RuntimeError) -> str:
     return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", text)
 
 
+def _destroy(groups: Sequence[Any]) -> None:
+    if dist.is_initialized():
+        for group in groups:
+            dist.destroy_process_group(group)
+
+
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -133,6 +139,8 @@ class Ranks:
         self._timeout_s = timeout_s
         self._late = False
         self._groups: list[Any] = []
+        # Each has threads that wake up a hundred times a second.
+        weakref.finalize(self, _destroy, self._groups)
         self._trouble: Trouble = []
         self._collectives = Worker("collectives", "another rank", self._trouble)
         store = PrefixStore(f"fxpipe/{next(_loads)}", _get_default_store())

@@ -1,6 +1,8 @@
 """What ranks are asked to do: each compares its part with the plain model in its own process."""
 
 import copy
+import gc
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -449,6 +451,17 @@ def resumed(folder: Path, name: str, m: int, path: Path) -> str:
     values = dict(model.named_parameters())
     assert all(toys.same(p, values[name]) for name, p in pipe.named_parameters())
     return "equal"
+
+
+def threads_left(folder: Path) -> int:
+    """How many threads there are more after pipelines have come and gone."""
+    before = len(os.listdir("/proc/self/task"))
+    for _ in range(3):
+        _, pipe = pair(folder, toys.TIED)
+        pipe.step(*toys.TIED.inputs(), loss_fn=toys.mean_loss)
+        del pipe
+        gc.collect()
+    return len(os.listdir("/proc/self/task")) - before
 
 
 def told(folder: Path, batches: Sequence[int]) -> int:

@@ -1,5 +1,6 @@
 """A few processes that wait for work, so that many tests share one start."""
 
+import gc
 import os
 import traceback
 from collections.abc import Callable
@@ -60,3 +61,4 @@ def _work(rank: int, size: int, folder: str, orders: Any, results: Any) -> None:
             results.put((None, function(*args)))
         except BaseException:
             results.put((traceback.format_exc(), None))
+        gc.collect()  # pipelines have threads and connections

@@ -79,6 +79,12 @@ def test_a_loss_that_fails_is_named_by_all(two, tmp_path):
     assert "rank 1 failed: loss_fn failed on micro-batch 0: ZeroDivisionError: no rows" in heard
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_a_pipeline_that_is_gone_leaves_no_thread(two, tmp_path):
+    toys.write(tmp_path, toys.TIED, 3, devices=(0, 1, 1))
+    assert max(two.run(jobs.threads_left, tmp_path)) <= 0
+
+
 SCRIPT = """
 import sys, torch, fxpipe
 pipe = fxpipe.load(sys.argv[1], distributed=True)
