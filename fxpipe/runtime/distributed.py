@@ -192,7 +192,7 @@ class DistributedPipeline(Pipeline):
             if any(meeting.given.gradients):
                 self._give_gradients(step, inputs, rows)
             if scaler is not None and scaled:
-                share_overflow(scaler, self.parameters(), self._ranks)
+                share_overflow(scaler, [*self.parameters()], self._ranks)
             return self._shared_loss(objective.loss() if self.is_last else None)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

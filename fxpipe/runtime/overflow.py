@@ -4,7 +4,7 @@ A scaler skips the optimizer's step, and halves its scale, where it finds a grad
 finite. Ranks must do so together: so where one has such a gradient, all get one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,11 +14,17 @@ from fxpipe.runtime.dtensors import local
 from fxpipe.runtime.ranks import Ranks
 
 
-def share_overflow(scaler: GradScaler, parameters: Iterable[Tensor], ranks: Ranks) -> None:
+def share_overflow(scaler: GradScaler, parameters: Sequence[Tensor], ranks: Ranks) -> None:
     """After a step whose loss `scaler` has scaled where the last stage is."""
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
     # Where it scaled no loss it doesn't know yet that it is used.
-    scaler.scale(torch.zeros((), device=gradients[0].device if gradients else None))
+    with_gradients = [p.device for p in parameters if p.grad is not None]
+    scaler.scale(torch.zeros((), device=with_gradients[0] if with_gradients else None))
+    spread_overflow(parameters, ranks)
+
+
+def spread_overflow(parameters: Sequence[Tensor], ranks: Ranks) -> None:
+    """Give each rank a gradient that is not finite if one has such a gradient."""
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
     overflowed = any(not bool(gradient.isfinite().all()) for gradient in gradients)
     if any(ranks.gather_world(overflowed)) and not overflowed and gradients:
         gradients[0].fill_(torch.inf)

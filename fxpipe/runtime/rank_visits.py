@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fxpipe.errors import InputError, StageError
+from fxpipe.errors import InputError
 from fxpipe.runtime import microbatch
+from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.fit import sizes_of
 from fxpipe.runtime.meeting import Given, Word, agreed
+from fxpipe.runtime.overflow import spread_overflow
 from fxpipe.runtime.pipeline import Visit
 from fxpipe.runtime.ranks import Ranks
 from fxpipe.runtime.replicated import ReplicatedCall, refuse_differing, sampled
@@ -72,8 +74,15 @@ def run(
         ):
             # A closure's micro-batch may have any sizes: each message tells its own.
             pipe._exchange(step, call, rows, None, lambda message: None, lambda done: conduct())
+        if grad and _scales():
+            spread_overflow([*pipe.parameters()], ranks)
         samples = ranks.gather(call.samples)
     refuse_differing(samples)
+
+
+def _scales() -> bool:
+    """Whether the closures scale their losses, as they do under autocast to float16."""
+    return any(each.enabled and each.dtype is torch.float16 for each in Ambient.capture().autocast)
 
 
 @contextmanager
@@ -83,12 +92,12 @@ def _watched(ranks: Ranks, stop: Callable[[], None]) -> Iterator[None]:
     The block itself may stand in a closure, or wait for this rank's lane.
     """
     done = threading.Event()
-    heard: list[StageError] = []
+    heard: list[BaseException] = []
 
     def watch() -> None:
         try:
             ranks.wait(done)
-        except StageError as error:
+        except BaseException as error:
             heard.append(error)
             stop()
 

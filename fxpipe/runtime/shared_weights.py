@@ -69,7 +69,6 @@ class SharedWeights:
     ) -> None:
         """All ranks make theirs together."""
         self._ranks = ranks
-        self._used = {name for stage in manifest.stages for name in stage.parameters}
         self.shared: list[Shared] = []
         names, held = first_names(manifest), holders(manifest)
         kinds = {spec.name: spec.kind for spec in manifest.state}

@@ -142,3 +142,33 @@ def differing(folder: Path) -> list[str]:
         tried(unequal_gradients),
         tried(lambda: pipe.train(rank == 0) and Runner(4).step(closure, x)),
     ]
+
+
+def scaled(folder: Path) -> list[tuple[float, bool]]:
+    """The scale, and whether weights changed, after steps of which the first overflows on rank 1.
+
+    Rank 0's own gradients are finite in both.
+    """
+    _, pipe = pair(folder, toys.CHAIN)
+    pipe.float()
+    (x,) = toys.CHAIN.inputs()
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    weight = next(pipe.parameters())
+    hook = weight.register_hook(lambda g: g * torch.inf if pipe._ranks.rank else g)
+
+    def closure(piece: Tensor) -> None:
+        with torch.autocast("cpu", torch.float16):
+            loss = pipe(piece).pow(2).mean()
+        scaler.scale(loss).backward()
+
+    found = []
+    for _ in range(2):
+        before = weight.detach().clone()
+        Runner(4).step(closure, x.float())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        hook.remove()
+        found.append((scaler.get_scale(), not torch.equal(weight, before)))
+    return found

@@ -101,3 +101,8 @@ def test_closures_that_differ_are_refused_alike_and_the_next_goes_on(two, tmp_pa
     assert "1 of them with a gradient; rank 1" in gradient
     assert "rank 1 was called with 4 closures without gradients, rank 0 with 4 closures" in grad
     assert "rank 1 is in eval mode, rank 0 in training mode" in mode
+
+
+def test_what_overflows_on_one_rank_overflows_on_all(two, tmp_path):
+    toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 0, 1))
+    assert two.run(closure_jobs.scaled, tmp_path) == [[(2.0, False), (4.0, True)]] * 2
