@@ -8,12 +8,13 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from fxpipe.errors import DeviceError, FxpipeError
-from fxpipe.runtime import package
+from fxpipe.errors import FxpipeError
+from fxpipe.runtime import package, stream
 from fxpipe.runtime.distributed import DistributedPipeline
 from fxpipe.runtime.manifest import Manifest
+from fxpipe.runtime.rank_device import device_of, refuse_backend, refuse_shared
 from fxpipe.runtime.ranks import Ranks, refuse_size
-from fxpipe.runtime.stream import Devices, parse_devices
+from fxpipe.runtime.stream import Devices
 
 
 def load_rank(
@@ -32,7 +33,7 @@ def load_rank(
     problem = None
     facts: dict[str, object] = {
         "torch": str(torch.__version__),
-        "backend of torch.distributed": dist.get_backend(),
+        "backend of torch.distributed": dist.get_backend_config(),
         "outputs": outputs,
         "fully_shard": fully_shard,
         "weights": (folder / "weights").is_dir(),
@@ -42,7 +43,8 @@ def load_rank(
     try:
         manifest = Manifest.from_json(package._text(folder, "plan.json"))
         refuse_size(ranks, len(manifest.devices))
-        device = _device(manifest, devices, ranks.rank)
+        device = device_of(manifest, devices, ranks.rank)
+        refuse_backend(dist.get_backend_config(), device)
         table = package._schedule(folder, manifest, broken)
         stages = package._stages(folder, manifest, [device] * ranks.size, broken, ranks.rank)
         buffers = package._buffers(folder, manifest, broken)
@@ -53,6 +55,7 @@ def load_rank(
     except FxpipeError as error:
         problem = str(error)
     ranks.agree(facts, problem)
+    refuse_shared(ranks.gather_world(stream.hardware(device)))
     sharded = fully_shard and dp > 1
     pipe = DistributedPipeline(manifest, table, stages, device, buffers, ranks, outputs, sharded)
     if compile:
@@ -74,15 +77,3 @@ def _code(folder: Path) -> Iterator[str]:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else "none"
-
-
-def _device(manifest: Manifest, devices: Devices | None, rank: int) -> torch.device:
-    found = parse_devices(manifest.devices[rank] if devices is None else devices)
-    if len(found) != 1:
-        raise DeviceError(f"each process runs on one device, {len(found)} were given")
-    (device,) = found
-    if not isinstance(device, torch.device) or device.type != "cpu":
-        raise DeviceError(
-            f"several processes run on CPUs only, this one's is {device}: give devices='cpu'"
-        )
-    return device

@@ -100,6 +100,15 @@ def place(device: Device) -> torch.device:
     return device.place if isinstance(device, VirtualDevice) else device
 
 
+def hardware(device: Device) -> str | None:
+    """The name that a GPU alone has, whatever processes call it; None of a CPU."""
+    where = place(device)
+    if where.type == "cpu":
+        return None
+    properties = torch.cuda.get_device_properties(where)
+    return f"{properties.name} {properties.uuid}"
+
+
 def new_stream(device: Device) -> Stream:
     """A stream of its own on `device`."""
     if isinstance(device, VirtualDevice):

@@ -366,6 +366,13 @@ def refused_replicas(folder: Path, dps: Sequence[int]) -> str:
     return refused(folder, dp=dps[torch.distributed.get_rank()])
 
 
+def refused_settings(folder: Path, name: str, values: Sequence[object]) -> str:
+    """The error where the package's loader finds on each rank a fact of its own."""
+    value = values[torch.distributed.get_rank()]
+    with mock.patch(f"fxpipe.runtime.rank_package.{name}", return_value=value):
+        return refused(folder)
+
+
 def misused(folder: Path, m: int) -> list[str]:
     """The errors of calls that don't fit; a right one goes on after each."""
     _, pipe = pair(folder, toys.CHAIN)

@@ -52,6 +52,37 @@ def test_a_file_missing_on_one_rank_is_refused_by_all(two, tmp_path):
     assert "stage_1.py is missing" in error
 
 
+def test_backends_that_differ_are_refused_with_both_values(two, tmp_path):
+    toys.write(tmp_path, toys.EARLY)
+    backends = ("cpu:gloo", "cpu:gloo,cuda:gloo")
+    (error, other) = two.run(jobs.refused_settings, tmp_path, "dist.get_backend_config", backends)
+    assert error == other
+    assert (
+        "backend of torch.distributed: rank 0 has cpu:gloo, rank 1 has cpu:gloo,cuda:gloo" in error
+    )
+
+
+def test_a_backend_that_does_not_carry_the_devices_tensors_is_refused(two, tmp_path):
+    toys.write(tmp_path, toys.EARLY)
+    backends = ("cuda:nccl", "cuda:nccl")
+    (error, other) = two.run(jobs.refused_settings, tmp_path, "dist.get_backend_config", backends)
+    assert error == other
+    for rank in (0, 1):
+        assert f"rank {rank}: torch.distributed was set up with nccl, which carries" in error
+    assert "tensors on cuda; this process's are on cpu" in error
+
+
+def test_a_device_used_twice_is_refused_but_a_cpu_may_be(two, tmp_path):
+    toys.write(tmp_path, toys.EARLY)
+    gpus = ("H100 GPU-1", "H100 GPU-1")
+    (error, other) = two.run(jobs.refused_settings, tmp_path, "stream.hardware", gpus)
+    assert error == other
+    assert "DeviceError: ranks 0 and 1 both run on H100 GPU-1" in error
+    different = ("H100 GPU-1", "H100 GPU-2")
+    for found in (different, (None, None)):
+        assert two.run(jobs.refused_settings, tmp_path, "stream.hardware", found) == ["loaded"] * 2
+
+
 def test_calls_that_differ_are_refused_alike_and_the_next_goes_on(two, tmp_path):
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
     errors, others = two.run(jobs.misused, tmp_path, 4)

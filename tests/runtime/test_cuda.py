@@ -7,6 +7,7 @@ from toys import MODES, NOISY, TOYS, both, mean_loss, plain_step
 from fxpipe.runtime import load
 from fxpipe.runtime.drawing import drawing
 from fxpipe.runtime.random import RandomStream
+from fxpipe.runtime.stream import hardware
 
 N_CUDA = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
@@ -71,3 +72,10 @@ def test_recompute_draws_the_same_masks(tmp_path, mode):
         gradients.append([p.grad for p in pipe.parameters()])
     for never, other in zip(*gradients, strict=True):
         torch.testing.assert_close(never, other, rtol=1e-10, atol=1e-12)
+
+
+def test_each_gpu_has_a_name_of_its_own():
+    names = [hardware(torch.device("cuda", k)) for k in range(N_CUDA)]
+    assert len(set(names)) == N_CUDA
+    assert torch.cuda.get_device_name(0) in names[0]
+    assert hardware(torch.device("cpu")) is None

@@ -1,0 +1,46 @@
+"""A process's one device: it must be there, no other process's, and what its backend carries."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fxpipe.errors import DeviceError
+from fxpipe.runtime.manifest import Manifest
+from fxpipe.runtime.stream import Devices, parse_devices
+
+
+def device_of(manifest: Manifest, devices: Devices | None, rank: int) -> torch.device:
+    """What `devices` names, or else what the package was compiled for. Raises DeviceError."""
+    found = parse_devices(manifest.devices[rank] if devices is None else devices)
+    if len(found) != 1:
+        raise DeviceError(f"each process runs on one device, {len(found)} were given")
+    (device,) = found
+    if not isinstance(device, torch.device) or device.type != "cpu":
+        raise DeviceError(
+            f"several processes run on CPUs only, this one's is {device}: give devices='cpu'"
+        )
+    return device
+
+
+def refuse_backend(config: str, device: torch.device) -> None:
+    """Raise DeviceError unless backends as in "cpu:gloo,cuda:nccl" carry what is on `device`."""
+    backends = dict(part.split(":") for part in config.split(","))
+    if device.type not in backends:
+        raise DeviceError(
+            f"torch.distributed was set up with {', '.join(backends.values())}, which carries "
+            f"tensors on {', '.join(backends)}; this process's are on {device.type}: give "
+            "init_process_group a backend for them, or leave it to load"
+        )
+
+
+def refuse_shared(hardware: Sequence[str | None]) -> None:
+    """Raise DeviceError if two ranks, in whose order they are, have one device.
+
+    None is a CPU, which they may share.
+    """
+    for rank, mine in enumerate(hardware):
+        if mine is not None and mine in hardware[:rank]:
+            raise DeviceError(
+                f"ranks {hardware.index(mine)} and {rank} both run on {mine}: give each process a "
+                "device of its own, as devices=f\"cuda:{os.environ['LOCAL_RANK']}\""
+            )
