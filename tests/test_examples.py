@@ -4,7 +4,11 @@ The examples' structure is whole, sizes are small. Of each, the graph is capture
 measured once: what varies here comes after.
 """
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,7 @@ SMALL = {
     "gpt2": {"LAYERS": 4, "HIDDEN": 32, "HEADS": 4, "SEQUENCE": 16, "VOCABULARY": 64},
     "resnet": {"WIDTH": 4, "BLOCKS": 3, "IMAGE": 32},
     "amoebanet": {"LAYERS": 3, "FILTERS": 16},
+    "train_distributed": {"LAYERS": 2, "WIDTH": 32, "CONTEXT": 16},
 }
 # Micro-batches of unequal size: 3, 3, 2, 2.
 BATCH, MICROBATCHES = 10, 4
@@ -153,3 +158,68 @@ def test_transformers_loads_what_a_pipeline_has_saved(tmp_path, monkeypatch):
         assert not any(told.values()), told
         assert list(again.state_dict()) == list(state)
         assert all(torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items())
+
+
+# Of the script, to see each loss to its last bit, and to end one process in its first life.
+CHANGES = {
+    "import argparse": "import argparse, os",
+    "value.item():.4f": "value.item()!r",
+    "in range(begin, options.steps):\n": """in range(begin, options.steps):
+        if step == 11 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), 9)
+""",
+}
+
+
+def by_slurm(folder: Path, *arguments: str) -> str:
+    """What is printed where SLURM's commands are replaced by what they do on one node."""
+    for name, does in {"scontrol": "echo localhost", "srun": 'exec "$@"'}.items():
+        (folder / name).write_text(f"#!/bin/bash\n{does}\n")
+        (folder / name).chmod(0o755)
+    job = {"JOB_ID": os.getpid(), "JOB_NUM_NODES": 1, "CPUS_PER_TASK": 2, "JOB_NODELIST": "here"}
+    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "train_distributed.slurm"), *arguments],
+        cwd=folder,
+        env={**os.environ, "PATH": path, **{f"SLURM_{k}": str(v) for k, v in job.items()}},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_run_whose_process_is_killed_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
+    if shutil.which("torchrun", path=str(Path(sys.executable).parent)) is None:
+        pytest.skip("torch was installed without torchrun")
+    example = Example("train_distributed", tmp_path)
+    out = example.compile(2, monkeypatch).write(tmp_path / "out", weights=True)
+    text = (tmp_path / "small_train_distributed.py").read_text()
+    for old, new in CHANGES.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples/train_distributed.py").write_text(text)
+    options = ["--steps", "14", "--save-every", "4", "--batch", str(BATCH)]
+    printed = by_slurm(tmp_path, str(out), *options)
+    told = [(int(k), float(x)) for k, x in re.findall(r"step +(\d+)  loss ([\d.]+)", printed)]
+    assert [step for step, _ in told] == [*range(11), *range(8, 14)]
+    assert len(set(told)) == 14  # what is done again is the same again
+
+    pipe, draw = load(out), example.target.factory.__globals__["text"]
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=2e-3)
+    losses = []
+    for step in range(14):
+        letters = draw(BATCH, step)
+        optimizer.zero_grad()
+        losses.append(pipe.step(letters, target=letters, loss_fn=example.target.loss).item())
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+    assert [loss for _, loss in sorted(set(told))] == pytest.approx(losses, rel=1e-3)
+    assert losses[-1] < 0.9 * losses[0]
+    letters = draw(BATCH, 14)
+    with torch.no_grad():
+        trained = pipe(letters)
+        pipe.load_weights(tmp_path / "run/gpt/model")
+        torch.testing.assert_close(pipe(letters), trained, rtol=1e-2, atol=1e-2)
