@@ -111,11 +111,6 @@ class Call:
         """Raise StoppedError if the lane shall not begin anything more."""
         self._lanes[lane].check()
 
-    @property
-    def awaited(self) -> set[Key]:
-        """What is waited for."""
-        return {box.awaited for box in self._mailboxes if box.awaited is not None}
-
     def stop(self) -> None:
         """Make every lane end at its next wait or action."""
         for mailbox in {*self._lanes, *self._mailboxes}:

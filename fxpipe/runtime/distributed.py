@@ -29,9 +29,10 @@ from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.exchange import Exchange, Layouts
 from fxpipe.runtime.fit import sizes_of
 from fxpipe.runtime.listeners import LISTENERS
+from fxpipe.runtime.mailbox import StoppedError
 from fxpipe.runtime.manifest import EstimateSpec, Manifest
 from fxpipe.runtime.meeting import Given, Word, agreed
-from fxpipe.runtime.messages import Message, Receive, Reduce, Row, Send
+from fxpipe.runtime.messages import Message, Post, Receive, Reduce, Row, Send
 from fxpipe.runtime.overflow import share_overflow
 from fxpipe.runtime.pipeline import Pipeline, Visit
 from fxpipe.runtime.portal import CALLER, Wires, add_gradients
@@ -101,9 +102,7 @@ class DistributedPipeline(Pipeline):
         self._homes = (*homes, homes[-1])
         self._everywhere = stages
         self._gives_all = outputs == "all"
-        self._plan = RankPlan(
-            manifest, schedule, self._wires, reduces=ranks.dp > 1, gathers=fully_shard
-        )
+        self._plan = RankPlan(manifest, stages, schedule, self._wires, ranks.dp > 1, fully_shard)
         self._wires = {mode: self._own(wires) for mode, wires in self._wires.items()}
         self._estimate = _of_rank(manifest.estimate, rank)
         self._shared = SharedWeights(manifest, own, ranks, fully_shard)
@@ -394,16 +393,16 @@ class DistributedPipeline(Pipeline):
         if self._trace is not None:
             call.record(self._trace.recorder())
         done = threading.Event()
-        exchanges: list[Exchange] = []
+        exchange = Exchange(self._ranks, call, rows, known, shape)
         row, progress = rows[self._ranks.rank], self._ranks.progress
 
         def run() -> None:
             try:
-                exchange = Exchange(self._ranks, call, rows, known, shape)
-                exchanges.append(exchange)
                 for place, item in enumerate(row):
                     progress.item = place
-                    if isinstance(item, Receive):
+                    if isinstance(item, Post):
+                        exchange.post(item.message)
+                    elif isinstance(item, Receive):
                         exchange.receive(item.message)
                     elif isinstance(item, Send):
                         exchange.send(item.message)
@@ -418,15 +417,25 @@ class DistributedPipeline(Pipeline):
             finally:
                 done.set()
 
+        def wait() -> None:
+            try:
+                meanwhile(done)
+            except StoppedError:  # the lane failed
+                raise
+            except BaseException as error:
+                # The lane may wait for other ranks, who must hear of it first.
+                self._ranks.fail(error)
+                raise
+
         def awaited() -> str | None:
             own = self._shards.awaited if self._shards is not None else None
-            return own or (exchanges[0].awaited if exchanges else None)
+            return own or exchange.awaited
 
         with progress.running(row, awaited):
-            self._run([run], call, partial(meanwhile, done))
+            self._run([run], call, wait)
         if self._replicas is not None and self.training:
             self._replicas.equalize(self._written())
-        return exchanges[0].learnt
+        return exchange.learnt
 
     def _written(self) -> list[Tensor]:
         """Buffers that a forward changes: running statistics are the first replica's."""

@@ -5,10 +5,11 @@ are, each message says for itself the first time that the pipeline is called in 
 on both ends know. Only a value whose shape depends on data tells it each time.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,12 @@ from torch import Tensor
 
 from fxpipe.errors import StageError
 from fxpipe.runtime.call import Call
-from fxpipe.runtime.messages import Message, Row, Send, arrivals, maker
+from fxpipe.runtime.messages import Message, Row, maker
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.ranks import Ranks
 
-_AHEAD = 2  # receives posted beyond the one that is waited for, from each rank
-_KNOWN, _TOLD = 0, 1  # tags: messages of known dtype and shape, and those that tell theirs
+# Tags: messages of known dtype and shape, those that a header tells of, and headers.
+_KNOWN, _TOLD, _HEADER = 0, 1, 3
 _DIMS = 16
 _DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64),
@@ -41,8 +42,22 @@ class Layout:
 Layouts = Mapping[Message, Layout | None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """A receive that has begun, into `tensor`; without `work` there is nothing to wait for.
+
+    Without a tensor the message tells what it is, if there is any, in a header.
+    """
+
+    message: Message
+    layout: Layout | None
+    tensor: Tensor | None = None
+    header: Tensor | None = None
+    work: Any = None
+
+
 class Exchange:
-    """The messages of one call of rank `rank`, whose row is `rows[rank]`.
+    """The messages of one call of rank `rank`, in the order of its row, `rows[rank]`.
 
     `layouts` is what an earlier call of this kind has `learnt`. `shape` gives a message's, None if
     it depends on data.
@@ -62,18 +77,39 @@ class Exchange:
         self._call = call
         self._shape = shape
         self._rows = rows
-        self._arriving = arrivals(rows, ranks.rank)
-        self._places = {m: k for all_ in self._arriving.values() for k, m in enumerate(all_)}
-        self._posted = dict.fromkeys(self._arriving, 0)
+        self._posted: dict[int, deque[_Posted]] = defaultdict(deque)
+        self._targets: dict[int, None] = {}
+        self._waiting: Message | None = None
         self._finishing = False
-        sent = [item.message for item in rows[ranks.rank] if isinstance(item, Send)]
-        self._targets = list(dict.fromkeys(message.target for message in sent))
-        for source in self._arriving:
-            self._post(source, _AHEAD)
+
+    def post(self, message: Message) -> None:
+        """Begin to receive it, into memory of its own."""
+        self._posted[message.source].append(self._begun(message))
 
     def receive(self, message: Message) -> None:
-        """See to it that `message` comes, and those that are sent before it."""
-        self._post(message.source, self._places[message] + 1 + _AHEAD)
+        """Wait for it, the first from its source that was posted and is not here, and deliver it.
+
+        If the other rank is lost, it never is.
+        """
+        posted = self._posted[message.source].popleft()
+        self._waiting = message
+        try:
+            if posted.work is not None:
+                posted.work.wait()
+            layout, tensor = posted.layout, posted.tensor
+            if posted.header is not None:
+                layout, tensor = self._heard(message, posted.header)
+        except RuntimeError as error:
+            self._ranks.lose(message.source, error)
+            return
+        self._waiting = None
+        item: object = tensor
+        if message.what == "random" and tensor is not None:
+            item = _unpacked(tensor)
+        elif message.what == "value" and layout is not None:
+            item = (tensor, layout.gradient)
+        for key in message.keys:
+            self._call.deliver(key, item)
 
     def send(self, message: Message) -> None:
         """Begin to send what the outbox has of it. Raises StageError."""
@@ -98,11 +134,11 @@ class Exchange:
         if tensor is None:
             assert layout is not None
             tensor = torch.zeros(shape, dtype=layout.dtype)
-        if layout != Layout(tensor.dtype, gradient):
-            found, before = Layout(tensor.dtype, gradient), layout or "none"
+        found = Layout(tensor.dtype, gradient)
+        if layout != found:
             raise StageError(
-                f"{message} is another one than in earlier calls: {found}, before {before}. What "
-                "has a gradient must not depend on data"
+                f"{message} is another one than in earlier calls: {found}, before "
+                f"{layout or 'none'}. What has a gradient must not depend on data"
             )
         self._begin(message, tensor, _KNOWN)
 
@@ -118,15 +154,13 @@ class Exchange:
         if self._finishing:
             names = [str(self._ranks.in_world(rank)) for rank in self._targets]
             return f"rank {' and '.join(names)} to take what was sent"
-        keys = self._call.awaited
-        for message in chain(*self._arriving.values()):
-            if not keys.isdisjoint(message.keys):
-                action = maker(self._rows, message)
-                return (
-                    f"{action}: stage {action.stage}, micro-batch {action.microbatch}, "
-                    f"from rank {self._ranks.in_world(message.source)}"
-                )
-        return None
+        if self._waiting is None:
+            return None
+        action = maker(self._rows, self._waiting)
+        return (
+            f"{action}: stage {action.stage}, micro-batch {action.microbatch}, "
+            f"from rank {self._ranks.in_world(self._waiting.source)}"
+        )
 
     def _begin(self, message: Message, tensor: Tensor, tag: int) -> None:
         if tensor.numel():
@@ -135,6 +169,7 @@ class Exchange:
             assert work is not None
             # Until it has left, its memory is held by the thread that waits for it.
             self._ranks.sending[message.target].put(work.wait)
+            self._targets[message.target] = None
 
     def _tell(self, message: Message, tensor: Tensor | None, gradient: bool) -> None:
         header = torch.zeros(3 + _DIMS, dtype=torch.int64)
@@ -142,72 +177,43 @@ class Exchange:
         header[1] = gradient
         if tensor is not None:
             header[2 : 3 + tensor.dim()] = torch.tensor([tensor.dim(), *tensor.shape])
-        self._begin(message, header, _TOLD)
+        self._begin(message, header, _HEADER)
         if tensor is not None:
             self._begin(message, tensor, _TOLD)
         self.learnt[message] = None if tensor is None else Layout(tensor.dtype, gradient)
 
-    def _post(self, source: int, until: int) -> None:
-        messages = self._arriving[source]
-        for message in messages[self._posted[source] : until]:
-            self._await(message)
-        self._posted[source] = max(self._posted[source], min(until, len(messages)))
-
-    def _await(self, message: Message) -> None:
-        """Post the receive; the thread for its source waits for it and delivers."""
-        worker = self._ranks.receiving[message.source]
-        if message.what == "random":
-            tensor = torch.empty(_random_bytes(), dtype=torch.uint8)
-            layout = Layout(torch.uint8, False)
-        else:
-            shape = self._shape(message)
-            if self._layouts is None or shape is None:
-                worker.put(partial(self._hear, message))
-                return
-            known = self._layouts[message]
-            if known is None:
-                self._deliver(message, None, None)
-                return
-            layout = known
-            tensor = torch.empty(shape, dtype=layout.dtype)
-        if not tensor.numel():
-            self._deliver(message, tensor, layout)
-            return
-        group, source = self._ranks.group, message.source
-        work = dist.irecv(tensor, group=group, tag=_KNOWN, group_src=source)
-        assert work is not None
-
-        def arrive() -> None:
-            work.wait()
-            self._deliver(message, tensor, layout)
-
-        worker.put(arrive)
-
-    def _hear(self, message: Message) -> None:
-        """Receive a message that tells what it is."""
-        header = torch.zeros(3 + _DIMS, dtype=torch.int64)
-        group, source = self._ranks.group, message.source
-        dist.recv(header, group=group, tag=_TOLD, group_src=source)
+    def _heard(self, message: Message, header: Tensor) -> tuple[Layout | None, Tensor | None]:
+        """What follows the header."""
         dtype, gradient, dim, *sizes = header.tolist()
         layout = None if dtype < 0 else Layout(_DTYPES[dtype], bool(gradient))
-        tensor = None
-        if layout is not None:
-            tensor = torch.empty(sizes[:dim], dtype=layout.dtype)
-            if tensor.numel():
-                dist.recv(tensor, group=group, tag=_TOLD, group_src=source)
         self.learnt[message] = layout
-        self._deliver(message, tensor, layout)
+        if layout is None:
+            return None, None
+        tensor = torch.empty(sizes[:dim], dtype=layout.dtype)
+        if tensor.numel():
+            self._receiving(message, tensor, _TOLD).wait()
+        return layout, tensor
 
-    def _deliver(self, message: Message, tensor: Tensor | None, layout: Layout | None) -> None:
-        item: object = tensor
-        if message.what == "random" and tensor is not None:
-            item = _unpacked(tensor)
-        elif message.what == "value" and layout is not None:
-            item = (tensor, layout.gradient)
-        for key in message.keys:
-            self._call.deliver(key, item)
+    def _begun(self, message: Message) -> _Posted:
+        if message.what == "random":
+            tensor = torch.empty(_random_bytes(), dtype=torch.uint8)
+            return _Posted(message, None, tensor, work=self._receiving(message, tensor, _KNOWN))
+        shape = self._shape(message)
+        if self._layouts is None or shape is None:
+            header = torch.empty(3 + _DIMS, dtype=torch.int64)
+            return _Posted(message, None, None, header, self._receiving(message, header, _HEADER))
+        layout = self._layouts[message]
+        if layout is None:
+            return _Posted(message, None)
+        tensor = torch.empty(shape, dtype=layout.dtype)
+        work = self._receiving(message, tensor, _KNOWN) if tensor.numel() else None
+        return _Posted(message, layout, tensor, work=work)
+
+    def _receiving(self, message: Message, tensor: Tensor, tag: int) -> Any:
+        return dist.irecv(tensor, group=self._ranks.group, tag=tag, group_src=message.source)
 
 
+@cache
 def _random_bytes() -> int:
     return 9 + torch.default_generator.get_state().numel()
 

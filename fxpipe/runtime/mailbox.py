@@ -14,10 +14,9 @@ class StoppedError(Exception):
 class Mailbox(Generic[Key]):
     """Deliveries to one lane. Any thread puts; only the lane's own takes."""
 
-    __slots__ = ("_arrived", "_queue", "_stopped", "awaited")
+    __slots__ = ("_arrived", "_queue", "_stopped")
 
     def __init__(self) -> None:
-        self.awaited: Key | None = None  # what the lane waits for
         self._queue: SimpleQueue[tuple[Key, Any] | None] = SimpleQueue()
         self._arrived: dict[Key, Any] = {}
         self._stopped = False
@@ -29,9 +28,7 @@ class Mailbox(Generic[Key]):
     def take(self, key: Key) -> Any:
         """The item of `key`, which then belongs to the taker alone. Raises StoppedError."""
         while key not in self._arrived:
-            self.awaited = key
             message = self._queue.get()
-            self.awaited = None
             if message is None:
                 raise StoppedError
             if message[0] == key:
@@ -78,10 +75,6 @@ class Outbox(Generic[Key]):
                 return self._items[key]
         return self._items.pop(key)
 
-    @property
-    def awaited(self) -> None:
-        """Nothing: nobody waits here."""
-
     def stop(self) -> None:
         """Nobody waits here."""
 
@@ -103,11 +96,6 @@ class Mirror(Generic[Key]):
     def take(self, key: Key) -> Any:
         """The item of `key`, as a mailbox gives it."""
         return self._own.take(key)
-
-    @property
-    def awaited(self) -> Key | None:
-        """What the lane waits for."""
-        return self._own.awaited
 
     def stop(self) -> None:
         """Wake the lane as a mailbox does."""

@@ -51,6 +51,13 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Post:
+    """Make room for it; it may come from now on."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
 class Receive:
     """Wait for it."""
 
@@ -88,7 +95,7 @@ class Free:
     stage: int
 
 
-Item = Action | Send | Receive | Reduce | Gather | Gathered | Free
+Item = Action | Send | Post | Receive | Reduce | Gather | Gathered | Free
 Row = tuple[Item, ...]
 
 

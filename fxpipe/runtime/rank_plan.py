@@ -1,14 +1,17 @@
 """What all ranks know of a step from the package alone: each one's row, and messages' shapes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from fxpipe.runtime.gathers import with_gathers
 from fxpipe.runtime.manifest import UNKNOWN, Manifest, TensorSpec
 from fxpipe.runtime.meeting import Given
 from fxpipe.runtime.messages import Message, Row, check_messages, rank_rows
-from fxpipe.runtime.portal import Wire, Wires
+from fxpipe.runtime.portal import CALLER, Wire, Wires
+from fxpipe.runtime.posting import with_posts
 from fxpipe.runtime.reductions import reduction_order, with_reductions
+from fxpipe.runtime.room import held_during
+from fxpipe.runtime.stage import Stage
 from fxpipe.schedule import Schedule
 
 
@@ -23,19 +26,23 @@ class RankPlan:
     def __init__(
         self,
         manifest: Manifest,
+        stages: Sequence[Stage],
         schedule: Schedule,
         wires: Mapping[bool, Wires],
         reduces: bool,
         gathers: bool,
     ) -> None:
         self._schedule = schedule
+        self._stages = stages
+        batch = -(-manifest.batch // manifest.microbatches)
+        self._planned: dict[str, int] = {**manifest.sizes, "batch": batch}
         self.order = [reduction_order(row) for row in schedule.rows]
         self._reduces = reduces
         self._gathers = gathers
         self._wires = wires
         self._ranks = manifest.stage_to_device
         self._draws = [j for j, stage in enumerate(manifest.stages) if stage.random]
-        self._specs = {
+        self._specs = {Wire(CALLER, value.value): value.spec for value in manifest.inputs} | {
             Wire(j, output.value): output.spec
             for j, stage in enumerate(manifest.stages)
             for output in stage.outputs
@@ -65,8 +72,18 @@ class RankPlan:
                 rows = tuple(with_gathers(row, frees=not backward) for row in rows)
             if backward and self._reduces:
                 rows = tuple(map(with_reductions, rows, self.order))
-            self._rows[key] = rows
+            self._rows[key] = with_posts(rows, table, self._held(table, backward), self._bytes)
         return self._rows[key]
+
+    def _held(self, table: Schedule, backward: bool) -> list[list[float]]:
+        """The bytes that each rank's stages hold during each of its actions, as planned."""
+        if backward:
+            return [[*held_during(table, row, self._stages, 1.0, 0.0)] for row in table.rows]
+        return [[self._stages[a.stage].spec.received_bytes for a in row] for row in table.rows]
+
+    def _bytes(self, message: Message) -> int:
+        """As planned; random numbers are few."""
+        return 0 if message.wire is None else self._specs[message.wire].bytes(self._planned)
 
     def shape(self, given: Given, message: Message) -> tuple[int, ...] | None:
         """The shape of a value or gradient, None if it depends on data."""

@@ -2,9 +2,9 @@
 
 There are dp * p of them, rank d * p + s of `torch.distributed` being that of device s in replica d.
 
-Whatever may wait for another process waits on a thread of its own, since a wait in gloo can't be
-woken. Meanwhile the one who wants it looks, time and again, whether a rank has failed, and how long
-it waits already.
+Whatever may wait for another process waits on another thread than the caller's: a wait in gloo ends
+only with its group. Meanwhile the caller looks, time and again, whether a rank has failed, and how
+long it waits already.
 """
 
 import atexit
@@ -158,11 +158,8 @@ class Ranks:
         places = torch.arange(self.world_size).view(dp, self.size)
         self.group = self._subgroup(places)
         self.replica_group = self._subgroup(places.T)
-        self.sending, self.receiving = self._workers("to"), self._workers("from")
-
-    def _workers(self, which: str) -> dict[int, Worker]:
         names = {r: f"rank {self.in_world(r)}" for r in range(self.size) if r != self.rank}
-        return {r: Worker(f"{which} {name}", name, self._trouble) for r, name in names.items()}
+        self.sending = {r: Worker(f"to {name}", name, self._trouble) for r, name in names.items()}
 
     def _await_all(self) -> None:
         """Return once all ranks have come here. Raises StageError."""
@@ -271,7 +268,11 @@ class Ranks:
         if waited_s > self._timeout_s:
             raise self._failures.lose(str(self.progress.waiting), near=self._near)
 
-    def flush(self, targets: Sequence[int], check: Callable[[], None]) -> None:
+    def lose(self, rank: int, error: RuntimeError) -> None:
+        """Note what a wait for `rank` of this pipeline has raised: `wait` will say so."""
+        self._trouble.append((f"rank {self.in_world(rank)}", error))
+
+    def flush(self, targets: Iterable[int], check: Callable[[], None]) -> None:
         """Return once all that was sent to `targets` has left; `check` may raise meanwhile."""
         left = {rank: threading.Event() for rank in targets}
         for rank, event in left.items():
@@ -289,7 +290,10 @@ class Ranks:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Let the other ranks hear of it. Raises StageError if another has failed before."""
+        """Let the other ranks hear of it, and end all waits for them.
+
+        Raises StageError instead if another rank has failed before.
+        """
         self._failures.fail(error)
 
     def agree(self, facts: Mapping[str, object], problem: str | None) -> None:

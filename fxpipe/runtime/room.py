@@ -25,7 +25,7 @@ def check_room(
     backward, `share` times the predicted bytes.
     """
     for device, (row, capacity) in enumerate(zip(schedule.rows, capacities, strict=True)):
-        for place, held in enumerate(_held(schedule, row, stages, share, factor)):
+        for place, held in enumerate(held_during(schedule, row, stages, share, factor)):
             if held > capacity:
                 raise ScheduleError(
                     f"the schedule table needs more memory than device {device} has: at "
@@ -36,7 +36,7 @@ def check_room(
                 )
 
 
-def _held(
+def held_during(
     schedule: Schedule,
     row: Sequence[Action],
     stages: Sequence[Stage],

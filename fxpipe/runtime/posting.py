@@ -1,0 +1,138 @@
+"""When a rank posts its receives: as early as the plan's memory allows.
+
+A posted receive is a buffer, and what is sent to a rank that has not posted one waits where it was
+made. So each is posted as soon as its buffer makes the rank hold no more than it does at its
+fullest anyway: what its stages keep, and the messages that by the clock, each action taking one
+cycle, have come before the action that needs them.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fxpipe.runtime.messages import Item, Message, Post, Receive, Row, Send, arrivals
+from fxpipe.schedule import Action, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """A message's, from before action `due` of its rank's row, or earlier, until action `end`.
+
+    By the clock the message has come by action `here`.
+    """
+
+    message: Message
+    n_bytes: int
+    here: int
+    due: int
+    end: int
+
+
+def with_posts(
+    rows: Sequence[Row],
+    schedule: Schedule,
+    held: Sequence[Sequence[float]],
+    n_bytes: Callable[[Message], int],
+) -> tuple[Row, ...]:
+    """The rows of a table with a `Post` for each `Receive`, both in the order of what comes.
+
+    `held` are the bytes that each rank's stages hold during each of its actions, with the values
+    that this one and those before it have received; `n_bytes` are a message's.
+    """
+    cycles = {a: k for k, cycle in enumerate(schedule.clock()) for a in cycle if a is not None}
+    made = dict(_made(rows, cycles))
+    found = []
+    for rank, row in enumerate(rows):
+        arriving = arrivals(rows, rank)
+        ordered = tuple(_in_order(row, arriving))
+        own = [cycles.get(item, len(cycles)) for item in row if isinstance(item, Action)]
+        needed = dict(_needed(ordered))
+        queues = [
+            deque(_buffer(message, needed[message], own, made, n_bytes) for message in messages)
+            for messages in arriving.values()
+        ]
+        found.append(_placed(ordered, _posts(queues, held[rank])))
+    return tuple(found)
+
+
+def _in_order(row: Row, arriving: Mapping[int, Sequence[Message]]) -> Iterator[Item]:
+    """The row that receives what comes from a rank in the order in which it comes."""
+    left = {source: deque(messages) for source, messages in arriving.items()}
+    for item in row:
+        if isinstance(item, Receive):
+            queue = left[item.message.source]
+            while item.message in queue:
+                yield Receive(queue.popleft())
+        else:
+            yield item
+
+
+def _needed(row: Row) -> Iterator[tuple[Message, int]]:
+    """By message, the place of the action before which it is received."""
+    place = 0
+    for item in row:
+        place += isinstance(item, Action)
+        if isinstance(item, Receive):
+            yield item.message, place
+
+
+def _made(rows: Sequence[Row], cycles: Mapping[Action, int]) -> Iterator[tuple[Message, int]]:
+    """By message, the clock cycle that makes it."""
+    for row in rows:
+        cycle = 0
+        for item in row:
+            if isinstance(item, Action):
+                cycle = cycles.get(item, len(cycles))
+            elif isinstance(item, Send):
+                yield item.message, cycle
+
+
+def _buffer(
+    message: Message,
+    due: int,
+    own: Sequence[int],
+    made: Mapping[Message, int],
+    n_bytes: Callable[[Message], int],
+) -> _Buffer:
+    """The message's; `own` are the clock cycles of its rank's actions."""
+    here = next((k for k, cycle in enumerate(own) if cycle > made[message]), len(own))
+    # A gradient is there until its backward is done; a value is counted where it is kept.
+    end = due + (message.what == "gradient")
+    return _Buffer(message, n_bytes(message), min(here, due), due, end)
+
+
+def _posts(queues: Sequence[deque[_Buffer]], held: Sequence[float]) -> list[list[Message]]:
+    """What is posted before each action, and after the last."""
+    load = [*held, 0.0]
+    full = list(load)
+    for buffer in (buffer for queue in queues for buffer in queue):
+        for k in range(buffer.here, buffer.end):
+            full[k] += buffer.n_bytes
+            load[k] += buffer.n_bytes if k >= buffer.due else 0
+    most = max(full)
+
+    def fits(buffer: _Buffer, k: int) -> bool:
+        return buffer.due <= k or max(load[k : buffer.due]) + buffer.n_bytes <= most
+
+    found: list[list[Message]] = [[] for _ in load]
+    for k, posted in enumerate(found):
+        while ready := [queue for queue in queues if queue and fits(queue[0], k)]:
+            buffer = min(ready, key=lambda queue: queue[0].due).popleft()
+            posted.append(buffer.message)
+            for there in range(k, buffer.due):
+                load[there] += buffer.n_bytes
+    return found
+
+
+def _placed(row: Row, posts: Sequence[Sequence[Message]]) -> Row:
+    """The row with what is posted before each action, before it waits for anything."""
+    found: list[Item] = []
+    left = iter(posts)
+    posted = False  # for the next action
+    for item in row:
+        if not posted and not isinstance(item, Send):
+            found += map(Post, next(left))
+        posted = not isinstance(item, Action | Send)
+        found.append(item)
+    found += [Post(message) for messages in left for message in messages]
+    return tuple(found)
