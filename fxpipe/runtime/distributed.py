@@ -6,11 +6,11 @@ rank lands in the call's outbox and is sent once the action is done.
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxpipe.errors import FxpipeError, InputError, WeightsError
 from fxpipe.runtime import microbatch, rank_visits, stream
 from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.around import equalize_around, names_around
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.closure import running
 from fxpipe.runtime.dtensors import is_cut, local, share_of, whole
@@ -194,10 +195,13 @@ class DistributedPipeline(Pipeline):
                 share_overflow(scaler, [*self.parameters()], self._ranks)
             return self._shared_loss(objective.loss() if self.is_last else None)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, around: Iterable[Tensor] = ()
+    ) -> Tensor:
         """Scale all ranks' gradients down so that their norm over all is at most `max_norm`.
 
-        Returns the norm that they had. What several ranks hold counts once.
+        Returns the norm that they had. What several ranks hold counts once, and so does `around`,
+        which all have with equal gradients.
         """
         owned = holders(self._manifest)
         first = first_names(self._manifest)
@@ -208,12 +212,16 @@ class DistributedPipeline(Pipeline):
             and owned[first[name]][0] == self._ranks.rank
             and (self._ranks.replica == 0 or is_cut(parameter))
         ]
+        held = set(self.parameters())
+        others = [tensor for tensor in dict.fromkeys(around) if tensor not in held]
+        if self._ranks.world_rank == 0:
+            gradients += [tensor.grad for tensor in others if tensor.grad is not None]
         self._ranks.progress.begin("clip_grad_norm_")
         with self._ranks.telling():
             own = float(nn.utils.get_total_norm([g for g in gradients if g.numel()], norm_type))
             norms = torch.tensor(self._ranks.gather_world(own), dtype=torch.float64)
         total: Tensor = torch.linalg.vector_norm(norms, norm_type)
-        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        nn.utils.clip_grads_with_norm_([*self.parameters(), *others], max_norm, total)
         return total
 
     def save_weights(self, path: str | Path, max_shard_size: int | str = "5GB") -> None:
@@ -360,6 +368,16 @@ class DistributedPipeline(Pipeline):
     def tell(self, error: BaseException) -> None:
         """Let the other ranks hear that this one's closure failed before it came to a call."""
         self._ranks.fail(error)
+
+    def _spliced(self) -> None:
+        first, around = first_names(self._manifest), names_around(self._manifest)
+        kinds = {spec.name: spec.kind for spec in self._manifest.state}
+        state = chain(self.named_parameters(), self.named_buffers())
+        equalize_around(
+            [t for name, t in state if first[name] in around and kinds[name] != "constant"],
+            self._ranks,
+        )
+        self._gives_all = True  # what stands around runs on every rank
 
     def _new_visits(self, first: Visit, m: int) -> ReplicatedCall:
         return rank_visits.begin(self, first, m)

@@ -1,6 +1,6 @@
 """The package at work: an `nn.Module` with the original's state, and a training step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -200,12 +200,16 @@ class Pipeline(Original):
             check_room(self._schedule, self._stages, room, rows / planned, factor)
             self._fits = rows
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, around: Iterable[Tensor] = ()
+    ) -> Tensor:
         """Scale all gradients down so that their norm over all stages is at most `max_norm`.
 
-        Returns the norm that they had. A parameter that several stages use counts once.
+        Returns the norm that they had. A parameter that several stages use counts once. `around`
+        are further parameters to count and scale, of what stands around the pipeline in a program.
         """
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        every = dict.fromkeys([*self.parameters(), *around])
+        return nn.utils.clip_grad_norm_(every, max_norm, norm_type)
 
     def trace(self, path: str | Path) -> AbstractContextManager[None]:
         """Write the last step of a `with` block to `path`, the predicted step beside it.
@@ -312,6 +316,9 @@ class Pipeline(Original):
         if not self._components.streams:
             copies = [[stream.current_stream(device)] * m for device in self._devices]
         return Links(self._devices, copies)
+
+    def _spliced(self) -> None:
+        """A model runs around it from now on, with which it shares what it holds."""
 
     def _new_visits(self, first: Visit, m: int) -> Call:
         """The call that a runner's closures enter; `first` is what micro-batch 0 gives."""

@@ -11,10 +11,14 @@ def share(pipe: Pipeline, model: nn.Module) -> None:
     """Let `pipe` compute with the very tensors of `model`, in the modes of its modules.
 
     An optimizer over the model's parameters trains the pipeline, and the other way round. Where a
-    stage's device is another one than a parameter's, the parameter moves there, in place.
+    stage's device is another one than a parameter's, the parameter moves there, in place. What
+    other processes hold goes from `model`.
     """
     for spec in pipe.manifest.state:
-        put(pipe, spec.name, getattr(holder_of(model, spec.name), spec.name.rpartition(".")[2]))
+        if spec.name not in pipe._elsewhere:
+            put(pipe, spec.name, getattr(holder_of(model, spec.name), spec.name.rpartition(".")[2]))
+        elif spec.kind != "constant":
+            put(model, spec.name, None)
     pipe._state.bind(pipe)
     follow_modes(pipe, model)
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fxpipe.runtime.around import names_around
 from fxpipe.runtime.dtensors import local, shared_like
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.portal import add_gradients
@@ -52,8 +53,8 @@ def holders(manifest: Manifest) -> dict[str, list[int]]:
         for name in (*stage.parameters, *stage.buffers):
             if stage.device not in found[first[name]]:
                 found[first[name]].append(stage.device)
-    unused = [*range(len(manifest.devices))] if manifest.part is not None else [0]
-    return {name: ranks or unused for name, ranks in found.items()}
+    around, every = names_around(manifest), [*range(len(manifest.devices))]
+    return {name: ranks or (every if name in around else [0]) for name, ranks in found.items()}
 
 
 def first_names(manifest: Manifest) -> dict[str, str]:
@@ -71,10 +72,11 @@ class SharedWeights:
         self._ranks = ranks
         self.shared: list[Shared] = []
         names, held = first_names(manifest), holders(manifest)
+        around = names_around(manifest)
         kinds = {spec.name: spec.kind for spec in manifest.state}
         groups: dict[tuple[int, ...], Any] = {}
         for first, among in held.items():
-            if len(among) < 2 or kinds[first] != "parameter":
+            if len(among) < 2 or kinds[first] != "parameter" or first in around:
                 continue
             for replicas in [[d] for d in range(ranks.dp)] if sharded else [range(ranks.dp)]:
                 members = tuple(d * ranks.size + rank for d in replicas for rank in sorted(among))

@@ -18,8 +18,9 @@ def splice(model: nn.Module, pipe: Pipeline) -> nn.Module:
 
     Both hold the same parameters and buffers, those of `model`, which keeps its names. Where the
     part is a run of modules, the first one takes what goes in and the last one gives what comes
-    out; what stands between can't be read. Raises InputError if `pipe` is of a whole model, or if
-    `model` lacks the part.
+    out; what stands between can't be read. Over processes all call it together: what stands around
+    gets the first one's values on each, and of the part each keeps what its own stages use. Raises
+    InputError if `pipe` is of a whole model, or if `model` lacks the part.
     """
     part = pipe.manifest.part
     if part is None:
@@ -33,6 +34,7 @@ def splice(model: nn.Module, pipe: Pipeline) -> nn.Module:
             f"{type(model).__name__} lacks what the package is a part of: {error}"
         ) from error
     share(pipe, model)
+    pipe._spliced()
 
     def call(**given: Any) -> Any:
         follow_modes(pipe, model)

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 import toys
-from jobs import fail_at, pair
+from jobs import everything, fail_at, pair
+from part_toy import BODY, Branching
 from programs import Program, plain
-from torch import Tensor
+from torch import Tensor, nn
 
-from fxpipe.runtime import Runner
+from fxpipe.runtime import Runner, load, splice
+from fxpipe.runtime.distributed import DistributedPipeline
+from fxpipe.runtime.random import microbatch_seeds
 
 
 def steps(folder: Path, name: str, m: int, batches: Sequence[int], frozen: str) -> str:
@@ -172,3 +175,66 @@ def scaled(folder: Path) -> list[tuple[float, bool]]:
         hook.remove()
         found.append((scaler.get_scale(), not torch.equal(weight, before)))
     return found
+
+
+def spliced(folder: Path, m: int) -> str:
+    """A model around a part, made with another seed on each rank, trains as the plain one."""
+    pipe = load(folder, distributed=True)
+    assert isinstance(pipe, DistributedPipeline)
+    torch.manual_seed(pipe._ranks.rank)
+    model = splice(Branching().double(), pipe)
+    held = {name for name, _ in model.named_parameters()}
+    assert {name for name in held if name.startswith("body")} == {
+        f"body.{2 * pipe._ranks.rank}.{kind}" for kind in ("weight", "bias")
+    }
+    plain = Branching().double()
+    plain.load_state_dict(everything(pipe))
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.05) for each in (model, plain)]
+    runner = Runner(m)
+
+    def closure(x: Tensor, run: nn.Module, share: float) -> Tensor:
+        loss = run(x).pow(2).mean()
+        (loss * share).backward()
+        return loss.detach()
+
+    for batch in (10, 8):
+        (x,) = BODY.inputs(batch)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        torch.manual_seed(4)
+        found = runner.step(lambda piece: closure(piece, model, runner.share), x)
+        torch.manual_seed(4)
+        seeds = microbatch_seeds(m)
+        for seed, piece, loss in zip(seeds, x.split(toys.rows(batch, m)), found, strict=True):
+            torch.manual_seed(seed)
+            assert toys.same(loss, closure(piece, plain, len(piece) / batch))
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert toys.same(pipe.clip_grad_norm_(0.1, around=model.parameters()), norm)
+        toys.assert_same_state(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+    values = plain.state_dict()
+    assert all(toys.same(t.double(), values[name].double()) for name, t in model.named_buffers())
+    assert all(toys.same(p, values[name]) for name, p in model.named_parameters())
+    for each in (model, plain):
+        each.eval()
+    with torch.no_grad():
+        assert toys.same(model(x), plain(x))
+    return "equal"
+
+
+def clipped(folder: Path) -> str:
+    """A norm over the stages and over what stands around them, which counts once."""
+    toy = toys.CHAIN
+    model, pipe = pair(folder, toy)
+    expected, program = Program(model, toy), Program(pipe, toy)
+    inputs = toy.inputs()
+    torch.manual_seed(5)
+    plain(expected, toy, inputs, 4)
+    torch.manual_seed(5)
+    Runner(4).step(lambda *piece: program(*piece, share=len(piece[0]) / 10), *inputs)
+    norm = nn.utils.clip_grad_norm_([*model.parameters(), *expected.parameters()], 0.1)
+    assert toys.same(pipe.clip_grad_norm_(0.1, around=program.parameters()), norm)
+    toys.assert_same_state(pipe, model)
+    toys.assert_same_state(program, expected)
+    return "equal"

@@ -1,10 +1,15 @@
 """A runner's closures on every rank are the plain program."""
 
+from dataclasses import replace
+
 import closure_jobs
+import jobs
 import pytest
 import toys
+from part_toy import write_part
 
 from fxpipe.passes import order
+from fxpipe.runtime.manifest import Manifest
 
 # Stages of two ranks: the table of the schedule's name, and where each stage is.
 TABLES = {
@@ -106,3 +111,27 @@ def test_closures_that_differ_are_refused_alike_and_the_next_goes_on(two, tmp_pa
 def test_what_overflows_on_one_rank_overflows_on_all(two, tmp_path):
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 0, 1))
     assert two.run(closure_jobs.scaled, tmp_path) == [[(2.0, False), (4.0, True)]] * 2
+
+
+def test_a_model_runs_on_every_rank_around_a_part_of_it(two, tmp_path):
+    write_part(tmp_path, 4)
+    assert two.run(closure_jobs.spliced, tmp_path, 4) == EQUAL
+
+
+def test_a_norm_over_stages_and_what_stands_around_them(two, tmp_path):
+    toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
+    assert two.run(closure_jobs.clipped, tmp_path) == EQUAL
+
+
+def test_a_tie_across_the_edge_of_a_part_is_refused(two, tmp_path):
+    write_part(tmp_path, 4)
+    plan = tmp_path / "plan.json"
+    manifest = Manifest.from_json(plan.read_text())
+    state = [
+        replace(s, alias_of="body.2.weight") if s.name == "head.weight" else s
+        for s in manifest.state
+    ]
+    plan.write_text(replace(manifest, state=tuple(state)).to_json())
+    error, other = two.run(jobs.refused, tmp_path)
+    assert error == other
+    assert "head.weight, outside of the pipeline, is tied to body.2.weight in it" in error
