@@ -12,7 +12,7 @@ from fxpipe.optimizer import optimizer_of
 from fxpipe.passes import order
 from fxpipe.passes.partition import partition
 from fxpipe.passes.partition_costs import edges_of
-from fxpipe.passes.search_bound import lower_bound_ms
+from fxpipe.passes.search_bound import bytes_free, lower_bound_ms
 from fxpipe.passes.search_plan import LOOPS, search
 from fxpipe.profile_file import costs_of, is_analytic
 from fxpipe.progress import Progress
@@ -131,7 +131,10 @@ def answered(
 def named(question: Question) -> Iterator[Answer]:
     """Each named schedule, its cuts by dynamic programming, nothing computed again."""
     q = question
-    bound_ms = lower_bound_ms(q.chain, edges_of(q.chain), q.n_devices, q.n_microbatches, q.network)
+    free = bytes_free(q.chain, q.capacity_bytes, q.training_factor)
+    bound_ms = lower_bound_ms(
+        q.chain, edges_of(q.chain), q.n_devices, q.n_microbatches, q.network, free
+    )
     for name in order.NAMES:
         loops = q.loops or order.usual_loops(name, q.n_devices)
         start = time.perf_counter()

@@ -3,8 +3,9 @@
 1. Every named schedule on cuts of equal time is a first answer.
 2. For each *shape*, a map of stages to devices (round and round, or back and forth, one to several
    stages a device), cuts are moved as in Pfeife (Jhoo et al., ICML 2025, section 4): one by 1 to 10
-   places, the others in proportion, or a few together; ours move the price of memory too, at
-   which a device computes blocks again. What a move is worth is told by a step in which each
+   places, the others in proportion, or a few together; of several such moves, the one that most
+   shortens what the step's length hangs on. Ours move the price of memory too, at which a device
+   computes blocks again. What a move is worth is told by a step in which each
    device chooses what it runs (search_kernel.attempt). Shapes that fall behind are dropped.
 3. The order of the best is polished, and halves of backwards that gain nothing are put together.
 
@@ -22,7 +23,7 @@ from random import Random
 
 from fxpipe.passes import order
 from fxpipe.passes.partition_path import even_path
-from fxpipe.passes.search_bound import lower_bound_ms
+from fxpipe.passes.search_bound import bytes_free, lower_bound_ms
 from fxpipe.passes.search_judge import Candidate, Found, Judge, SearchProblem, shapes
 from fxpipe.passes.search_moves import moved
 from fxpipe.passes.simulate import KINDS
@@ -70,7 +71,14 @@ class Search:
         self.time_limit_s = time_limit_s
         self.ends_at = float("inf")
         self.bound_ms = lower_bound_ms(
-            problem.chain, problem.edges, problem.n_devices, problem.n_microbatches, problem.network
+            problem.chain,
+            problem.edges,
+            problem.n_devices,
+            problem.n_microbatches,
+            problem.network,
+            None
+            if problem.recompute
+            else bytes_free(problem.chain, problem.capacity_bytes, problem.training_factor),
         )
         self.best_ms = float("inf")
         self.progress = progress
@@ -142,7 +150,7 @@ class Search:
 
     def _tried(self, climb: _Climb) -> Found:
         here, random = climb.here, climb.random
-        candidate = moved(here.candidate, self.problem, len(self.judge.prices), random)
+        candidate = moved(here, self.judge, random)
         alike = candidate.table is None and len(candidate.path) == len(here.candidate.path)
         if alike and random.random() < _SHARE_NEAR:
             return self.judge.near(candidate, here, _NEAR, random.randrange(2**31))

@@ -1,22 +1,24 @@
-"""A lower bound on the step of every plan: any cuts, map, order, loops and recomputation.
+"""A lower bound on the step of every plan: any cuts, map, order and loops.
 
-Three reasons why a device must be idle, or the step must last, whatever the plan:
+Whatever the plan, for each number of devices that work:
 
-1. All work has to be done: m micro-batches of the chain's forward and backward, by p devices.
+1. All work has to be done: m micro-batches of the chain's forward and backward.
 2. The k-th device to be reached can't begin before the forward of k atoms and k messages.
 3. Until the first micro-batch has come to the chain's end and back to a device, that device can do
-   forwards only; those of all devices together may not last so long.
-
-And one atom's device does that atom's work m times, after the forwards of all before it.
+   forwards only: those of all devices together last no longer than m times the chain's, nor than
+   those whose saved bytes fit at once.
+4. Small stages let devices begin soon, but cost messages (search_ramp.py).
+5. The device of an atom does each of its actions m times, after what has to come before the first
+   of them and before what has to come after the last.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fxpipe.ir import Block, Chain, Network
-from fxpipe.passes.partition_costs import crossing_bytes
+from fxpipe.ir import Chain, Network
+from fxpipe.passes.search_atoms import Atoms, atoms_of
+from fxpipe.passes.search_ramp import ramp_ms
 
 
 def lower_bound_ms(
@@ -25,45 +27,83 @@ def lower_bound_ms(
     n_devices: int,
     n_microbatches: int,
     network: Network,
+    free_bytes: int | None = None,
 ) -> float:
     """Milliseconds that no step of this chain on these devices can be shorter than.
 
-    A stage begins at one of `edges`. Source of 3: the idle time of the zero-bubble schedules (Qi et
-    al., ICLR 2024, section 2.3), here for stages of any size.
+    A stage begins at one of `edges`. `free_bytes` is what all devices together have for what
+    micro-batches save (`bytes_free`), None where blocks may be computed again. Source of 3: the
+    idle time of the zero-bubble schedules (Qi et al., ICLR 2024, section 2.3), here for stages of
+    any size.
     """
-    m = n_microbatches
-    forward = _between(chain, edges, lambda block: block.forward_ms)
-    backward = _between(chain, edges, lambda block: block.backward_ms)
-    sent_back = _between(chain, edges, lambda block: block.backward_ms - block.weight_gradient_ms)
-    work_ms = m * float(forward.sum() + backward.sum())
-    message_ms = _least_message_ms(chain, edges, network)
-    before = np.concatenate(([0.0], np.cumsum(forward)))
-    after = np.concatenate(([0.0], np.cumsum(sent_back[::-1])))
-    one_atom_ms = float((before[:-1] + m * (forward + backward)).max())
+    atoms = atoms_of(chain, edges, network)
+    m, before, after = n_microbatches, atoms.before, atoms.after
+    forward_ms, back_ms = before[-1], after[-1]
+    work_ms = m * float((atoms.forward + atoms.backward).sum())
+    first_ms = m * forward_ms
+    if free_bytes is not None:
+        first_ms = most_forward_ms(atoms, m, free_bytes)
     bounds = []
-    for used in range(1, min(n_devices, len(forward)) + 1):
-        crossed = np.arange(used) * message_ms
-        begins = float((before[:used] + crossed).sum())
-        # The first micro-batch crosses used - 1 boundaries at least, then comes back.
-        end_ms = float(before[-1]) + (used - 1) * message_ms
-        returns = float((end_ms + after[:used] + crossed).sum())
-        idle_ms = max(begins, returns - m * float(before[-1]))
-        there_and_back_ms = end_ms + float(after[-1]) + (used - 1) * message_ms
-        bounds.append(max((work_ms + idle_ms) / used, there_and_back_ms))
     # A plan may leave devices without a stage: the bound is that of the best number of them.
-    return max(one_atom_ms, min(bounds)) * (1 - 1e-9)
+    for used in range(1, min(n_devices, len(atoms.forward)) + 1):
+        there, back = atoms.hops_there[:used], atoms.hops_back[:used]
+        begins = float((before[:used] + there).sum())
+        end_ms = float(forward_ms + there[-1])
+        returns = float((end_ms + after[:used] + back).sum())
+        idle_ms = max(begins, returns - m * forward_ms, used * end_ms - first_ms)
+        there_and_back_ms = end_ms + back_ms + float(back[-1])
+        longest_ms = longest_atom_ms(atoms, m, float(there[-1]), float(back[-1]))
+        bounds.append(max((work_ms + idle_ms) / used, there_and_back_ms, longest_ms))
+    # The ramps take longer to find: only of the number of devices that the bound hangs on.
+    for _ in bounds:
+        used = 1 + int(np.argmin(bounds))
+        ramp = ramp_ms(atoms, used, m) if used > 1 and m <= used else 0.0
+        if (work_ms + ramp) / used <= bounds[used - 1]:
+            break
+        bounds[used - 1] = (work_ms + ramp) / used
+    return float(min(bounds)) * (1 - 1e-9)
 
 
-def _between(
-    chain: Chain, edges: tuple[int, ...], cost: Callable[[Block], float]
-) -> NDArray[np.float64]:
-    costs = np.concatenate(([0.0], np.cumsum([cost(block) for block in chain.blocks])))
-    return np.diff(costs[list(edges)])
+def bytes_free(chain: Chain, capacity_bytes: Sequence[int], training_factor: float) -> int:
+    """What devices of this capacity have together besides the model, its gradients and states."""
+    parameters = dict(one for block in chain.blocks for one in block.parameters)
+    buffers = dict(one for block in chain.blocks for one in block.buffers)
+    static = (1 + training_factor) * sum(parameters.values()) + sum(buffers.values())
+    return sum(capacity_bytes) - int(static)
 
 
-def _least_message_ms(chain: Chain, edges: tuple[int, ...], network: Network) -> float:
-    """The shortest time in which anything goes from one device to another."""
-    crossing = crossing_bytes(chain)
-    least = min((crossing[edge] for edge in edges[1:-1]), default=0)
-    links = (network.link, *network.pairs.values())
-    return min(link.transfer_ms(least) for link in links) if least else 0.0
+def most_forward_ms(atoms: Atoms, n_microbatches: int, free_bytes: int) -> float:
+    """How long forwards last at most before any backward, their saved bytes in `free_bytes`.
+
+    Each micro-batch has come to some place of the chain. Of all places for all of them, the best is
+    on the upper hull of forward over bytes: each micro-batch gets as much room.
+    """
+    share, saved = free_bytes / n_microbatches, np.cumsum(atoms.saved)
+    inside = np.concatenate(([True], saved <= share))
+    ms, n_bytes = atoms.before, np.concatenate(([0.0], saved))
+    best_ms = float(ms[inside].max())
+    for k in np.flatnonzero(~inside):
+        rise = (share - n_bytes[inside]) / (n_bytes[k] - n_bytes[inside])
+        best_ms = max(best_ms, float((ms[inside] + rise * (ms[k] - ms[inside])).max()))
+    return n_microbatches * best_ms
+
+
+def longest_atom_ms(atoms: Atoms, n_microbatches: int, there_ms: float, back_ms: float) -> float:
+    """The step of the atom whose device has the most to do between what is before and after.
+
+    A micro-batch's messages take `there_ms` in the forward and `back_ms` in the backward at least.
+    """
+    m, forward, backward, back = n_microbatches, atoms.forward, atoms.backward, atoms.back
+    reached = atoms.before[:-1]
+    # When the first micro-batch is back at the atom; what its forward has behind it, all told.
+    returned = atoms.before[-1] + there_ms + atoms.after[:-1][::-1]
+    goes_on = atoms.before[-1] + there_ms - atoms.before[1:] + atoms.after[-1] + back_ms
+    sent_on = atoms.after[-1] - atoms.after[1:][::-1]
+    spans = (
+        reached + m * (forward + backward),
+        reached + m * (forward + back) + sent_on,
+        reached + m * forward + goes_on,
+        returned + m * backward,
+        returned + m * back + sent_on + back_ms,
+    )
+    return float(np.max(spans))

@@ -134,6 +134,26 @@ class Judge:
         worth = int(over), float(step_ms)
         return Found(worth, candidate, numbers, found.split, rank, room, ran, work)
 
+    def critical_ms(self, found: Found, paths: Sequence[Path]) -> NDArray[np.float64]:
+        """How long what the step `found` hangs on would take with the bounds elsewhere."""
+        kinds, stages, ends, waited_for = (found.ran[k] for k in (1, 2, 5, 6))
+        device_of = np.array(found.candidate.device_of)
+        counts, messages = kernel.critical_counts(kinds, stages, ends, waited_for, device_of)
+        places = self.edges[np.array(paths)]
+        forward, backward, weight = (
+            np.diff(before[places])
+            for before in (
+                self.chain.forward_before,
+                self.chain.backward_before,
+                self.chain.weight_before,
+            )
+        )
+        ms = forward @ counts[0] + backward @ (counts[1] + counts[2])
+        ms += weight @ (counts[3] - counts[2])
+        sent = self.problem.network.link.bytes_per_ms
+        ms += self.chain.crossing[places[:, 1:-1]] @ messages[:-1] / sent
+        return ms  # type: ignore[no-any-return]
+
     def _following(self, candidate: Candidate, table: Schedule) -> Found:
         split = np.zeros(len(candidate.device_of), np.bool_)
         split[[stage for stage, _ in table.split]] = True

@@ -4,13 +4,18 @@ from dataclasses import replace
 from random import Random
 
 from fxpipe.passes.partition_path import Path, in_proportion, spread
-from fxpipe.passes.search_judge import Candidate, SearchProblem
+from fxpipe.passes.search_judge import Candidate, Found, Judge, SearchProblem
 
 _FARTHEST = 10
+_DRAWN = (1, 4, 16, 16)  # ways to move bounds that one is chosen of
 
 
-def moved(candidate: Candidate, problem: SearchProblem, n_prices: int, random: Random) -> Candidate:
-    """One random move; the candidate itself where there is nothing to move."""
+def moved(found: Found, judge: Judge, random: Random) -> Candidate:
+    """One random move; the candidate itself where there is nothing to move.
+
+    Of several ways to move bounds, the one that shortens the most what the step's length hangs on.
+    """
+    candidate, problem, n_prices = found.candidate, judge.problem, len(judge.prices)
     kind = random.random()
     if n_prices > 1 and kind < 0.2:
         return replace(candidate, prices=_priced(candidate.prices, n_prices, random))
@@ -18,7 +23,12 @@ def moved(candidate: Candidate, problem: SearchProblem, n_prices: int, random: R
         return candidate
     if candidate.table is None and kind > 0.7:
         return _placed(candidate, problem, random)
-    return replace(candidate, path=_shifted(candidate.path, random))
+    # Where it does not fit, the step's length says nothing.
+    n_drawn = 1 if found.worth[0] else random.choice(_DRAWN)
+    paths = [_shifted(candidate.path, random) for _ in range(n_drawn)]
+    paths = [path for path in paths if path != candidate.path] or paths[:1]
+    ms = judge.critical_ms(found, paths)
+    return replace(candidate, path=paths[int(ms.argmin())])
 
 
 def _priced(prices: tuple[int, ...], n_prices: int, random: Random) -> tuple[int, ...]:

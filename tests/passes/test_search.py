@@ -16,7 +16,6 @@ from fxpipe.passes.checkpoints import place
 from fxpipe.passes.partition_costs import evaluate
 from fxpipe.passes.partition_path import even_path
 from fxpipe.passes.search import Search, table_of
-from fxpipe.passes.search_bound import lower_bound_ms
 from fxpipe.passes.search_judge import Candidate, Judge, SearchProblem, shapes
 from fxpipe.schedule import Schedule
 
@@ -174,19 +173,15 @@ def test_what_does_not_fit_is_computed_again() -> None:
     assert any(plan.segments)
 
 
-def test_the_bound_counts_work_heads_and_the_way_back() -> None:
-    chain = plain([block(f"b{k}", 0.5, 1.0, weight_gradient_ms=0.5) for k in range(8)], 0)
-    free = Network(Link(0.0, 1e30))
-    edges = tuple(range(9))
+def test_what_a_step_hangs_on_adds_up_to_it() -> None:
+    chain = random_chain(Random(3), 24, n_skips=2)
+    asked = problem(chain, 3, 6, network=Network(Link(0.0, 1e6)))
+    judge = Judge(asked)
+    found = judge(Candidate(even_path(chain, asked.edges, 6), (0, 1, 2) * 2, (0,) * 6), (1,), 1)
 
-    # 96 ms of work, and the k-th device waits for k forwards: 3 ms in all.
-    assert lower_bound_ms(chain, edges, 4, 8, free) == pytest.approx((96 + 3) / 4)
-    # One micro-batch goes there and back.
-    assert lower_bound_ms(chain, edges, 4, 1, free) == pytest.approx(4 + 4)
-    # One device does it all; a block of 20 ms is done eight times by one, after those before it.
-    assert lower_bound_ms(chain, edges, 1, 8, free) == pytest.approx(96)
-    long = replace(chain, blocks=(*chain.blocks[:7], replace(chain.blocks[7], backward_ms=19.5)))
-    assert lower_bound_ms(long, edges, 4, 8, free) == pytest.approx(3.5 + 8 * 20)
+    # A skip's message may be longer than the one to the next stage that is counted in its place.
+    [told] = judge.critical_ms(found, [found.candidate.path])
+    assert told == pytest.approx(found.worth[1], rel=0.03)
 
 
 def test_a_search_tells_of_each_better_step() -> None:

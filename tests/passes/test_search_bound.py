@@ -1,0 +1,165 @@
+"""The bound of every plan: each of its reasons by hand, and against the best plan there is."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+from random import Random
+
+import pytest
+from chains import block, plain
+
+from fxpipe.ir import Block, Chain, Link, Network, Value
+from fxpipe.passes import order
+from fxpipe.passes.order_cpsat import solve
+from fxpipe.passes.order_problem import OrderProblem
+from fxpipe.passes.partition_costs import stage_costs
+from fxpipe.passes.search_bound import bytes_free, lower_bound_ms
+from fxpipe.schedule import Action, Kind, Schedule
+
+FREE = Network(Link(0.0, 1e30))
+
+
+def equal(n: int, ms: float = 1.0, n_bytes: int = 0) -> Chain:
+    """Blocks whose F, I and W take as long and that save a byte."""
+    blocks = [block(f"b{k}", ms, 2 * ms, saved=1, weight_gradient_ms=ms) for k in range(n)]
+    return plain(blocks, n_bytes)
+
+
+def bound(chain: Chain, p: int, m: int, network: Network = FREE, free: int | None = None) -> float:
+    return lower_bound_ms(chain, tuple(range(len(chain.blocks) + 1)), p, m, network, free)
+
+
+def test_work_heads_and_the_way_there_and_back() -> None:
+    chain = equal(8, 0.5)
+
+    # 96 ms of work, and the k-th device waits for k forwards: 3 ms in all.
+    assert bound(chain, 4, 8) == pytest.approx((96 + 3) / 4)
+    # One micro-batch goes there and back.
+    assert bound(chain, 4, 1) == pytest.approx(4 + 4 + 0.5)
+    # One device does it all.
+    assert bound(chain, 1, 8) == pytest.approx(96)
+
+
+def test_a_long_block_keeps_its_device_busy_between_what_is_before_and_after() -> None:
+    chain = equal(8, 0.5)
+    at_end = replace(chain.blocks[7], backward_ms=19.5)
+    at_begin = replace(chain.blocks[0], backward_ms=19.5)
+
+    # Its eight F, I and W come after the forwards of seven blocks,
+    assert bound(replace(chain, blocks=(*chain.blocks[:7], at_end)), 4, 8) == pytest.approx(
+        3.5 + 8 * 20
+    )
+    # and its eight I and W after all forwards and the backwards of seven blocks.
+    assert bound(replace(chain, blocks=(at_begin, *chain.blocks[1:])), 4, 8) == pytest.approx(
+        4 + 3.5 + 8 * 19.5
+    )
+
+
+def test_as_many_micro_batches_as_devices_wait_at_the_turn() -> None:
+    # Where the first of two blocks is begun for the last time, its device waits for two actions.
+    assert bound(equal(2), 2, 2) == pytest.approx((2 * 6 + 2) / 2)
+
+
+def test_smaller_stages_begin_sooner_but_cost_messages() -> None:
+    slow = Network(Link(0.25, 1e30))
+    bounds = [bound(equal(n, 24 / n, n_bytes=1), 2, 2, slow) for n in (2, 4, 8, 16, 96)]
+
+    assert bounds == sorted(bounds, reverse=True)
+    # With many, each device still waits for the messages of each micro-batch.
+    assert bounds[-1] > 72 + 2
+    assert bound(equal(96, 24 / 96), 2, 2) < 72 + 1
+
+
+def test_what_does_not_fit_at_once_waits_for_the_first_gradient() -> None:
+    chain = equal(4, 0.5)
+
+    # Two devices hold one micro-batch of 2 ms when its gradient comes, after 2 ms.
+    assert bound(chain, 2, 4, free=4) == pytest.approx((4 * 6 + 2) / 2)
+    assert bound(chain, 2, 4, free=16) == bound(chain, 2, 4) == pytest.approx((4 * 6 + 0.5) / 2)
+
+
+def test_parameters_count_with_gradients_and_states_each_storage_once() -> None:
+    tied = [block("a", parameters=10), block("b", parameters=10)]
+    tied[1] = replace(tied[1], parameters=tied[0].parameters, buffers=(("buffer", 3),))
+
+    assert bytes_free(plain(tied), (50, 40), 2.0) == 90 - 30 - 3
+
+
+def small_chain(random: Random) -> Chain:
+    """Three uneven blocks. The second may begin a branch that no gradient goes back from."""
+    blocks = []
+    for k in range(3):
+        forward, other, weight = random.randint(1, 6), random.randint(0, 6), random.randint(0, 6)
+        saved = ((f"saved {k}", random.randint(1, 9)),)
+        blocks.append(
+            Block((f"b{k}",), forward, other + weight, saved, weight_gradient_ms=float(weight))
+        )
+    values = [
+        Value("input", 0, -1, (0,), gradient=random.random() < 0.5),
+        Value("v1", random.choice([0, 20]), 1, (2,), gradient=True),
+    ]
+    if random.random() < 0.3:
+        values += [Value("other", 0, -1, (1,), False), Value("v0", 10, 0, (2,), gradient=True)]
+    else:
+        values.append(Value("v0", random.choice([0, 20]), 0, (1,), gradient=True))
+    return Chain(tuple(blocks), tuple(values), (True,) * 3)
+
+
+def one_by_one(devices: tuple[int, ...], n_devices: int, m: int) -> Schedule:
+    """Each micro-batch goes there and back before the next begins."""
+    rows: list[list[Action]] = [[] for _ in range(n_devices)]
+    for i in range(m):
+        for j, device in enumerate(devices):
+            rows[device].append(Action(j, Kind.FORWARD, i))
+        for j, device in reversed(list(enumerate(devices))):
+            rows[device] += [Action(j, Kind.INPUT, i), Action(j, Kind.WEIGHT, i)]
+    return Schedule(tuple(map(tuple, rows)))
+
+
+def best_steps(
+    chain: Chain, p: int, m: int, network: Network, capacity: tuple[int, ...]
+) -> Iterator[float]:
+    """The best step of each way to cut the chain and to place its stages that fits."""
+    n = len(chain.blocks)
+    for n_stages in range(1, n + 1):
+        maps = product(range(p), repeat=n_stages)
+        for cuts, devices in product(combinations(range(1, n), n_stages - 1), list(maps)):
+            neighbours = pairwise(devices)
+            if devices[0] or any(a == b for a, b in neighbours):
+                continue  # as another one
+            stages, messages = stage_costs(chain, cuts, 0.0, frozenset(range(n_stages)))
+            never = ((False,) * m,) * n_stages
+            problem = OrderProblem(stages, messages, network, devices, capacity, never)
+            hint = one_by_one(devices, p, m)
+            table, _ = solve(problem, hint=hint, seed=0, time_limit_s=2)
+            over, step_ms = problem.rank(table)
+            if not over:
+                yield step_ms
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_of_a_small_chain_is_shorter(seed: int) -> None:
+    random = Random(seed)
+    chain, m = small_chain(random), random.choice([1, 2, 2])
+    network = random.choice([FREE, Network(Link(0.5, 10.0))])
+    capacity = (random.choice([1000, 25]),) * 2
+
+    least_ms = bound(chain, 2, m, network, bytes_free(chain, capacity, 0.0))
+
+    best_ms = min(best_steps(chain, 2, m, network, capacity))
+    assert 0.6 * best_ms <= least_ms <= best_ms * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("name", "loops"), [("zb-v", 2), ("interleaved", 3), ("zb-h1", 1)])
+def test_no_named_schedule_is_shorter(name: str, loops: int) -> None:
+    chain = equal(12, n_bytes=10)
+    network = Network(Link(0.1, 100.0))
+    table = order.build(name, 4, 4, loops)
+    n_stages = 4 * loops
+    cuts = tuple(12 // n_stages * k for k in range(1, n_stages))
+    halved = frozenset(stage for stage, _ in table.split)
+    stages, messages = stage_costs(chain, cuts, 0.0, halved)
+    never = ((False,) * 4,) * n_stages
+    problem = OrderProblem(stages, messages, network, table.stage_to_device, (10**6,) * 4, never)
+
+    assert bound(chain, 4, 4, network) <= problem.rank(table)[1]
