@@ -130,7 +130,10 @@ class DistributedPipeline(Pipeline):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """All processes as a mesh of dimensions "dp", the replicas, and "pp"."""
+        """All processes as a mesh of dimensions "dp", the replicas, and "pp".
+
+        All ranks ask for it together.
+        """
         return self._ranks.mesh
 
     @property

@@ -233,6 +233,20 @@ def maker(rows: Sequence[Row], message: Message) -> Action:
     return next(item for item in reversed(before) if isinstance(item, Action))
 
 
+def first_of(row: Row, m: int) -> Row:
+    """What of the row is of the first m micro-batches, or of none."""
+
+    def microbatch(item: Item) -> int:
+        match item:
+            case Action():
+                return item.microbatch
+            case Send(message) | Post(message) | Receive(message):
+                return message.microbatch
+        return 0
+
+    return tuple(item for item in row if microbatch(item) < m)
+
+
 def check_messages(rows: Sequence[Row]) -> None:
     """Raise ScheduleError, with what each rank waits for, unless all rows run to their ends."""
     left = [list(reversed(row)) for row in rows]
@@ -242,7 +256,10 @@ def check_messages(rows: Sequence[Row]) -> None:
         moved = False
         for row in left:
             while row and _awaited(row[-1]) in done:
-                done.add(row.pop())
+                item = row.pop()
+                done.add(item)
+                if isinstance(item, Free | Reduce):
+                    done.discard(Gather(item.stage))
                 moved = True
     stuck = [
         f"rank {rank} waits forever for {_told(row[-1])}" for rank, row in enumerate(left) if row

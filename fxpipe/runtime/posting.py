@@ -132,7 +132,7 @@ def _placed(row: Row, posts: Sequence[Sequence[Message]]) -> Row:
     for item in row:
         if not posted and not isinstance(item, Send):
             found += map(Post, next(left))
-        posted = not isinstance(item, Action | Send)
+        posted = (posted or not isinstance(item, Send)) and not isinstance(item, Action)
         found.append(item)
     found += [Post(message) for messages in left for message in messages]
     return tuple(found)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from fxpipe.runtime.gathers import with_gathers
 from fxpipe.runtime.manifest import UNKNOWN, Manifest, TensorSpec
 from fxpipe.runtime.meeting import Given
-from fxpipe.runtime.messages import Message, Row, check_messages, rank_rows
+from fxpipe.runtime.messages import Message, Row, check_messages, first_of, rank_rows
 from fxpipe.runtime.portal import CALLER, Wire, Wires
 from fxpipe.runtime.posting import with_posts
 from fxpipe.runtime.reductions import reduction_order, with_reductions
@@ -63,15 +63,16 @@ class RankPlan:
         """
         key = m, training, backward, everywhere
         if key not in self._rows:
-            table = self._schedule.first(m)
-            if not backward:
-                table = table.forwards()
+            table = self._schedule if backward else self._schedule.forwards()
+            # All replicas gather alike, whatever their micro-batches: as in the whole table.
+            whole, table = table if self._gathers else table.first(m), table.first(m)
             wires = self._wires[training]
-            rows = rank_rows(table, wires, self._ranks, self._draws, everywhere)
+            rows = rank_rows(whole, wires, self._ranks, self._draws, everywhere)
             if self._gathers:
-                rows = tuple(with_gathers(row, frees=not backward) for row in rows)
+                rows = tuple(map(with_gathers, rows))
             if backward and self._reduces:
                 rows = tuple(map(with_reductions, rows, self.order))
+            rows = tuple(first_of(row, m) for row in rows)
             self._rows[key] = with_posts(rows, table, self._held(table, backward), self._bytes)
         return self._rows[key]
 

@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from fxpipe.errors import DeviceError, InputError, PackageError, StageError
 from fxpipe.runtime.board import Board
 from fxpipe.runtime.failures import Failures
+from fxpipe.runtime.mesh import mesh_of
 from fxpipe.runtime.progress import Progress
 from fxpipe.runtime.rendezvous import join
 
@@ -141,13 +142,14 @@ class Ranks:
         self._groups: list[Any] = []
         # Each has threads that wake up a hundred times a second.
         weakref.finalize(self, _destroy, self._groups)
+        self._waited: list[Any] = []  # groups that this rank may wait in
         self._trouble: Trouble = []
         self._collectives = Worker("collectives", "another rank", self._trouble)
         store = PrefixStore(f"fxpipe/{next(_loads)}", _get_default_store())
         self._board = Board(store, self.world_rank, self.world_size, self.progress.__str__)
         weakref.finalize(self, self._board.close)
         self._near = range(self.world_size)
-        self._failures = Failures(self._board, self.progress, self._groups)
+        self._failures = Failures(self._board, self.progress, self._waited)
         self._await_all()
         self.world_group = self.new_group(range(self.world_size))
         _refuse_replicas(self.gather_world(dp), self.world_size)
@@ -182,6 +184,7 @@ class Ranks:
         if self.world_rank not in members:
             return None
         self._groups.append(made[0])
+        self._waited.append(made[0])
         return made[0]
 
     def _subgroup(self, rows: Tensor) -> Any:
@@ -196,10 +199,11 @@ class Ranks:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The processes as a mesh of dimensions "dp" and "pp"."""
-        places = torch.arange(self.world_size).view(self.dp, self.size)
-        groups = [self.replica_group, self.group]
-        return DeviceMesh.from_group(groups, "cpu", places, mesh_dim_names=("dp", "pp"))
+        """The processes as a mesh of dimensions "dp" and "pp"; all ask for it together."""
+        found: list[DeviceMesh] = []
+        self.together(lambda: found.append(mesh_of(self.dp, self.size)))
+        self._waited += [g for g in found[0].get_all_groups() if g not in self._waited]
+        return found[0]
 
     def in_world(self, rank: int) -> int:
         """The rank of `torch.distributed` that `rank` of this pipeline is."""

@@ -21,8 +21,7 @@ def reduction_order(row: Sequence[Action]) -> list[int]:
 def with_reductions(row: Row, order: Sequence[int]) -> Row:
     """The row with a `Reduce` for each stage of `order`, in that order."""
     ends = {item.stage: place for place, item in enumerate(row) if isinstance(item, Action)}
-    # Other ranks wait for what is sent.
-    following = [_after_sends(row, ends[stage]) for stage in order]
+    following = [after_sends(row, ends[stage]) for stage in order]
     places = list(accumulate(following, max))
     found: list[Item] = []
     for place in range(len(row) + 1):
@@ -31,7 +30,8 @@ def with_reductions(row: Row, order: Sequence[int]) -> Row:
     return tuple(found)
 
 
-def _after_sends(row: Row, place: int) -> int:
+def after_sends(row: Row, place: int) -> int:
+    """The place after that of an action and what it sends, which other ranks wait for."""
     place += 1
     while place < len(row) and isinstance(row[place], Send):
         place += 1

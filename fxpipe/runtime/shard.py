@@ -80,6 +80,8 @@ class Shard:
     def renew(self) -> None:
         """Take over what stands in the modules now, as after `load_state_dict(assign=True)`."""
         self._around.load_state_dict({}, strict=False)
+        for whole in self._wholes:
+            whole.renew()
 
 
 class _Around(nn.Module):
@@ -104,12 +106,20 @@ class _Whole:
         self._places = places
         whole = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
         self._put(nn.Parameter(whole, parameter.requires_grad))
+        self.renew()
+
+    def renew(self) -> None:
+        """Take over what stands in the modules now, with a leaf that shares its memory.
+
+        It stays the same, as FSDP's do: graphs end in it.
+        """
+        self._parameter = _at(self._places[0])
+        self._leaf = nn.Parameter(local(self._parameter.detach()), requires_grad=False)
 
     def gather(self) -> None:
-        """Put a leaf that shares its memory into the modules."""
-        self._parameter = _at(self._places[0])
-        leaf = local(self._parameter.detach())
-        self._put(nn.Parameter(leaf, self._parameter.requires_grad))
+        """Put the leaf into the modules."""
+        self._leaf.requires_grad_(self._parameter.requires_grad)
+        self._put(self._leaf)
 
     def free(self) -> None:
         """Put the parameter back."""
@@ -117,7 +127,7 @@ class _Whole:
 
     def reduce(self, group: dist.ProcessGroup) -> None:
         """Sum the leaf's gradient, if it has one, and put the parameter back."""
-        gradient = _at(self._places[0]).grad
+        gradient, self._leaf.grad = self._leaf.grad, None
         self.free()
         if gradient is not None:
             dist.all_reduce(gradient, group=group)

@@ -25,17 +25,19 @@ from fxpipe.runtime.swapping import holder_of
 
 @dataclass(slots=True)
 class _Use:
-    """A shard, the stages that use it, those still to be done, and what says that it is there."""
+    """A shard, the stages that use it, those that do now, and what says that it is there."""
 
     shard: Shard
     stages: tuple[int, ...]
-    left: set[int] = field(default_factory=set)
+    now: set[int] = field(default_factory=set)
     there: threading.Event | None = None
 
     def done(self, j: int) -> bool:
-        """Whether stage j was the last to be done."""
-        self.left.discard(j)
-        return not self.left
+        """Stage j doesn't use it any more: whether none does, and it is not there from now on."""
+        self.now.discard(j)
+        if not self.now:
+            self.there = None
+        return not self.now
 
 
 class Shards:
@@ -120,21 +122,19 @@ class Shards:
     def _gather(self, j: int, call: Call) -> None:
         self.gathered = True
         for use in self._of(j):
+            use.now.add(j)
             if use.there is None:
-                use.left = set(use.stages)
                 use.there = self._begin(call, j, "gather", use.shard.gather)
 
     def _reduce(self, j: int, call: Call) -> None:
         for use in self._of(j):
             if use.done(j):
                 refuse_sparse(use.shard.parameters)
-                use.there = None
                 self._pending.append(self._begin(call, j, "reduce", use.shard.reduce))
 
     def _free(self, j: int) -> None:
         for use in self._of(j):
             if use.done(j):
-                use.there = None
                 use.shard.free()
 
     def _of(self, j: int) -> list[_Use]:

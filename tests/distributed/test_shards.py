@@ -66,3 +66,10 @@ def test_a_rank_holds_its_share_and_is_like_the_model_in_all_else(four, tmp_path
         {"bn.weight": 4, "bn.bias": 4, "b.weight": 8, "b.bias": 1},
     ]
     assert "can't change after the first call" in found[0][1]
+
+
+def test_what_is_gathered_twice_in_a_step_gets_one_gradient(two, tmp_path):
+    table = "0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1\n"
+    toys.write(tmp_path, toys.SCALED, 2, "1f1b", devices=(0, 0), table=table)
+    found, other = two.run(jobs.shares, tmp_path, tmp_path / "weights")
+    assert found[0]["a.weight"] == other[0]["a.weight"] == 24
