@@ -66,7 +66,6 @@ def of_ours(
             recompute=recompute,
             loops=loops,
             time_limit_s=time_limit_s,
-            n_workers=1,
         )
     except PlanError as error:
         return {"over_bytes": 1, "name": str(error), "seconds": time.perf_counter() - started}

@@ -7,7 +7,7 @@ import numpy as np
 
 from fxpipe.chain_file import ChainFile
 from fxpipe.jit import compiled
-from fxpipe.passes import search_kernel, simulate_kernel
+from fxpipe.passes import search_cut_kernel, simulate_kernel
 from fxpipe.passes.search_chain import chain_arrays, links_of
 from fxpipe.passes.simulate import rows_of
 from fxpipe.schedule import Schedule
@@ -60,7 +60,7 @@ def _ranks(bounds, n_microbatches, places, split, rows, arrays, links, capacity)
     over, steps_ms = np.zeros(len(bounds), np.int64), np.zeros(len(bounds))
     free = np.zeros(len(places))
     for k in range(len(bounds)):
-        numbers, _ = search_kernel.cut(
+        numbers, _ = search_cut_kernel.cut(
             bounds[k], n_microbatches, places, free, split, *arrays, *links
         )
         ran = simulate_kernel.run(

@@ -23,6 +23,7 @@ from contestants import Result, best_named, best_of_modes, of_ours, of_pfeife, u
 from judge import Judge
 
 from fxpipe.chain_file import load_chain
+from fxpipe.passes.search_plan import usual_workers
 
 HERE = Path(__file__).parent
 # Titles of the chains, in the order of their tables.
@@ -237,8 +238,8 @@ def main() -> None:
     there = [name for name in CHAINS if (options.chains / f"{name}.json").exists()]
     text = f"""# How good plans are
 
-{machine()}, load average {os.getloadavg()[1]:.0f}. One worker, seed 0.
-Made by `python benchmarks/chains.py build/chains` and
+{machine()}, load average {os.getloadavg()[1]:.0f}. Seed 0, {usual_workers()} workers, which is what
+`fxpipe plan` takes on this machine. Made by `python benchmarks/chains.py build/chains` and
 `python benchmarks/planner.py --write --time-limit {options.time_limit:g}`. All steps are the
 simulator's word; a gap is how far a step lies above the lower bound, as a share of the step.
 
