@@ -6,6 +6,7 @@ or eval mode, which parameters are frozen, sizes other than the batch. Each such
 once, at its first call.
 """
 
+import os
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from fxpipe.capture import frame
@@ -44,9 +46,11 @@ def backend(
 
     Options are `devices` and `microbatches`, which must be given, and if wanted `schedule`,
     `checkpoint`, `solver`, as in `fxpipe.compile`, and `out`, the folder that the package is
-    written to (`out-2` and so on for further graphs). Raises InputError.
+    written to (`out-2` and so on for further graphs). Raises InputError, under torchrun too: the
+    pipeline is one of this process.
     """
     _check(options or {})
+    _refuse_many()
     root = frame.root_module()
     if root is None:
         raise InputError(f"fxpipe pipelines modules, not functions: {_WAY_OUT}")
@@ -138,6 +142,19 @@ def _key(traced: fx.GraphModule, inputs: Mapping[int, Tensor], options: Mapping[
     specs = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in inputs.values()]
     settings = sorted((name, str(value)) for name, value in options.items())
     return tuple(ops), tuple(state), tuple(specs), tuple(settings)
+
+
+def _refuse_many() -> None:
+    n = int(os.environ.get("WORLD_SIZE", 1))
+    if dist.is_available() and dist.is_initialized():
+        n = dist.get_world_size()
+    if n > 1:
+        raise InputError(
+            f"torch.compile with backend fxpipe makes a pipeline of one process, and each of these "
+            f"{n} would compile one and run it whole. Compile once (fxpipe compile MODEL "
+            "--allow-graph-breaks, or the part alone), then splice fxpipe.load(OUT, "
+            "distributed=True) into the program, or call it in a Runner's closures"
+        )
 
 
 def _check(options: Mapping[str, Any]) -> None:

@@ -262,6 +262,12 @@ def test_wrong_use_is_told(module, options, says):
         torch.compile(module, backend=backend, options=settings)(torch.randn(4, 6))
 
 
+def test_one_of_many_processes_is_told_how_they_make_one_pipeline(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(BackendCompilerFailed, match=r"one process.*load\(OUT, distributed=True\)"):
+        compiled(models.Chain())(torch.randn(4, 6))
+
+
 def test_a_folder_that_is_not_ours_is_told_before_the_work(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").touch()
