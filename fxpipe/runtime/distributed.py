@@ -36,7 +36,7 @@ from fxpipe.runtime.meeting import Given, Word, agreed
 from fxpipe.runtime.messages import Message, Post, Receive, Reduce, Row, Send
 from fxpipe.runtime.overflow import share_overflow
 from fxpipe.runtime.pipeline import Pipeline, Visit
-from fxpipe.runtime.portal import CALLER, Wires, add_gradients
+from fxpipe.runtime.portal import CALLER, Wire, Wires, add_gradients
 from fxpipe.runtime.random import RandomStream, microbatch_seeds
 from fxpipe.runtime.rank_plan import RankPlan
 from fxpipe.runtime.ranks import Ranks
@@ -74,7 +74,7 @@ class DistributedPipeline(Pipeline):
     """This rank's part of a compiled model; all ranks call its methods together.
 
     `state_dict`, `parameters` and so on have what this rank's stages use, under the original names.
-    The inputs are given to the ranks whose stages read some, or to all.
+    Each rank is given the inputs that its stages read, or all: others may be None or left out.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class DistributedPipeline(Pipeline):
         with self._ranks.telling():
             rows, call = self._enter(inputs, meeting)
             self._run_row(Step(call, lambda i: None, frozenset()), call, meeting, backward=False)
-            output = self._merged(call, inputs or (), rows) if self.is_last else None
+            output = self._merged(call, inputs, rows) if self.is_last else None
             if self._gives_all:
                 found = self._ranks.gather(output)
                 output = found[self._homes[-1]]
@@ -177,10 +177,10 @@ class DistributedPipeline(Pipeline):
     ) -> Tensor:
         """Forward and backward of one training step: `Pipeline.step`, by all ranks together.
 
-        Inputs are read where a stage takes some, `target` where the last stage is; elsewhere they
-        may be left out. Each replica has a batch of its own; loss and gradients, which all get, are
-        those of the mean over all replicas' rows. Raises InputError, alike on all ranks, if
-        they weren't called with the same; StageError that names the rank if one fails.
+        Inputs are read where a stage takes them, `target` where the last stage is; elsewhere they
+        may be None, or left out. Each replica has a batch of its own; loss and gradients, which all
+        get, are those of the mean over all replicas' rows. Raises InputError, alike on all ranks,
+        if they weren't called with the same; StageError that names the rank if one fails.
         """
         if not torch.is_grad_enabled():
             raise InputError("step computes gradients: call it outside of torch.no_grad()")
@@ -305,9 +305,10 @@ class DistributedPipeline(Pipeline):
         args: Sequence[object],
         kwargs: Mapping[str, object],
         kind: tuple[object, ...],
-    ) -> tuple[list[Tensor] | None, Meeting]:
-        """This rank's inputs, if it has some, and what all agree on. Raises InputError."""
-        inputs, given, problem = None, None, None
+    ) -> tuple[list[Tensor | None], Meeting]:
+        """This rank's inputs, and what all agree on. Raises InputError."""
+        inputs: list[Tensor | None] = []
+        given, problem = None, None
         with self._ranks.telling():
             try:
                 inputs, given = self._given(args, kwargs)
@@ -326,34 +327,33 @@ class DistributedPipeline(Pipeline):
 
     def _given(
         self, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> tuple[list[Tensor] | None, Given | None]:
-        wires = self._wires[self.training]
-        reads = [w for w, stages in wires.readers.items() if w.source == CALLER and stages]
-        if not args and not kwargs and (not reads or not self._manifest.inputs):
-            self._refuse_other_mode()
-            if self._manifest.inputs:
-                return None, None
-        elif not args and not kwargs:
-            names = ", ".join(wire.value for wire in reads)
-            raise InputError(f"its stages read {names}: give the inputs to this rank too")
-        inputs = self._inputs(args, kwargs)
-        rows = microbatch.rows_of(self._manifest, inputs, self._manifest.microbatches)
+    ) -> tuple[list[Tensor | None], Given]:
+        self._refuse_other_mode()
+        readers, specs = self._wires[self.training].readers, self._manifest.inputs
+        read = {k for k, spec in enumerate(specs) if readers.get(Wire(CALLER, spec.value))}
+        inputs = microbatch.bind_some(self._manifest, args, kwargs, read)
+        manifest, tensors = microbatch.present(self._manifest, inputs)
+        rows = microbatch.rows_of(manifest, tensors, manifest.microbatches)
+        batched = [[spec.batched for spec in each] for each in (manifest.inputs, specs)]
+        tells = any(batched[0]) or not any(batched[1])
         return inputs, Given(
-            tuple(rows),
-            tuple(sizes_of(self._manifest, inputs).items()),
-            tuple(tensor.dtype for tensor in inputs),
-            tuple(tensor.requires_grad for tensor in inputs),
+            tuple(rows) if tells else (),
+            tuple(sizes_of(manifest, tensors).items()),
+            tuple(None if tensor is None else tensor.dtype for tensor in inputs),
+            tuple(None if tensor is None else tensor.requires_grad for tensor in inputs),
         )
 
-    def _enter(self, inputs: list[Tensor] | None, meeting: Meeting) -> tuple[Sequence[int], Call]:
+    def _enter(
+        self, inputs: Sequence[Tensor | None], meeting: Meeting
+    ) -> tuple[Sequence[int], Call]:
         rows = meeting.given.rows
         call = self._new_call(len(rows))
         # All ranks draw for all, so that their generators go on alike; the first stage's count.
         seeds = self._seeds(meeting) if call.draws else []
-        pieces = microbatch.scatter(self._manifest, inputs, rows) if inputs is not None else None
+        pieces = microbatch.scatter(*microbatch.present(self._manifest, inputs), rows)
         for i in range(call.m):
             random = RandomStream(seeds[i]) if seeds else None
-            call.enter(i, pieces[i] if pieces is not None else {}, random)
+            call.enter(i, pieces[i], random)
         return rows, call
 
     def _seeds(self, meeting: Meeting) -> list[int]:
@@ -475,17 +475,17 @@ class DistributedPipeline(Pipeline):
             self._fits = rows
 
     def _give_gradients(
-        self, step: Step, inputs: Sequence[Tensor] | None, rows: Sequence[int]
+        self, step: Step, inputs: Sequence[Tensor | None], rows: Sequence[int]
     ) -> None:
         """Give inputs the sum of what the stages of all ranks that read them found."""
-        found: list[Tensor | None] = [None] * len(self._manifest.inputs)
-        if inputs is not None:
-            pairs = zip(self._manifest.inputs, inputs, strict=True)
-            found = [step.input_gradient(spec, tensor, rows) for spec, tensor in pairs]
+        found = [
+            None if tensor is None else step.input_gradient(spec, tensor, rows)
+            for spec, tensor in zip(self._manifest.inputs, inputs, strict=True)
+        ]
         everywhere = self._ranks.gather(found)
-        for k, tensor in enumerate(inputs or ()):
+        for k, tensor in enumerate(inputs):
             total = add_gradients([part[k] for part in everywhere])
-            if total is not None:
+            if tensor is not None and total is not None:
                 torch.autograd.backward([tensor], [total])
 
     def _shared_loss(self, loss: Tensor | None) -> Tensor:

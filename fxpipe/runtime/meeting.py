@@ -10,22 +10,46 @@ from fxpipe.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The inputs of a call as they are on a rank that was given them."""
+    """The inputs of a call as they are on a rank: None for each that it was not given.
+
+    `rows` are those of each micro-batch, empty if it was given none that tells.
+    """
 
     rows: tuple[int, ...]
     sizes: tuple[tuple[str, int], ...]
-    dtypes: tuple[torch.dtype, ...]
-    gradients: tuple[bool, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+    gradients: tuple[bool | None, ...]
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} {n}" for name, n in self.sizes)
-        wanting = sum(self.gradients)
-        return f"{sizes}, {', '.join(map(str, self.dtypes))}, {wanting} of them with a gradient"
+        dtypes = [str(dtype) for dtype in self.dtypes if dtype is not None]
+        wanting = sum(gradient is True for gradient in self.gradients)
+        return f"{sizes}, {', '.join(dtypes)}, {wanting} of them with a gradient"
+
+    def joined(self, other: "Given") -> "Given | None":
+        """What both have; None if they differ in what each has."""
+        sizes, others = dict(self.sizes), dict(other.sizes)
+        fields = [
+            *zip(self.dtypes, other.dtypes, strict=True),
+            *zip(self.gradients, other.gradients, strict=True),
+            *((sizes[name], others[name]) for name in sizes.keys() & others.keys()),
+            (self.rows or None, other.rows or None),
+        ]
+        if any(None not in pair and pair[0] != pair[1] for pair in fields):
+            return None
+        return Given(
+            self.rows or other.rows,
+            tuple((sizes | others).items()),
+            tuple(b if a is None else a for a, b in zip(self.dtypes, other.dtypes, strict=True)),
+            tuple(
+                b if a is None else a for a, b in zip(self.gradients, other.gradients, strict=True)
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A rank's call: `what` it is, its mode, its inputs, if any, and why it can't go on, if so.
+    """A rank's call: `what` it is, its mode, its inputs, or why it can't go on.
 
     `kind` is all else that dtypes and gradients of what ranks send each other may depend on.
     """
@@ -65,20 +89,23 @@ def agreed(words: Sequence[Word], size: int) -> list[Given]:
 
 def _given(words: Sequence[Word], first: int) -> Given:
     """The inputs of the replica whose ranks begin with `first`."""
-    holders = [(rank, w.given) for rank, w in enumerate(words, first) if w.given is not None]
-    if not holders:
-        last = first + len(words) - 1
-        raise InputError(
-            f"none of ranks {first} to {last} was given inputs: give them where the first stage is"
-        )
-    (first_rank, given), *others = holders
-    for rank, other in others:
-        if other != given:
+    parts = [word.given for word in words if word.given is not None]
+    found = parts[0]
+    for k, part in enumerate(parts):
+        joined = found if part == found else found.joined(part)
+        if joined is None:
+            before = next(j for j in range(k) if parts[j].joined(part) is None)
             raise InputError(
-                f"rank {first_rank} was given inputs of {given}; rank {rank} of {other}: give all "
-                "ranks that get some the same"
+                f"rank {first + before} was given inputs of {parts[before]}; rank {first + k} of "
+                f"{part}: give all ranks that get some the same"
             )
-    return given
+        found = joined
+    if not found.rows:
+        raise InputError(
+            f"none of ranks {first} to {first + len(words) - 1} was given inputs: give them where "
+            "the first stage is"
+        )
+    return found
 
 
 def _mode(word: Word) -> str:

@@ -1,7 +1,8 @@
 """A batch cut into micro-batches, and their outputs put together again."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,13 +10,67 @@ from torch import Tensor
 
 from fxpipe.errors import InputError
 from fxpipe.runtime.fit import misfits
-from fxpipe.runtime.leaves import in_mode, leaves
+from fxpipe.runtime.leaves import in_mode, leaves, places
 from fxpipe.runtime.manifest import Manifest, OutputSpec, TensorSpec
 from fxpipe.runtime.structure import tensors_of
 
 
 def bind(manifest: Manifest, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor]:
     """The tensors of a call in the order of `manifest.inputs`. Raises InputError."""
+    given = _named(manifest, args, kwargs)
+    compiled = manifest.input_structure["dict"]
+    for name, structure in compiled.items():
+        if name not in given and structure == {"constant": None}:
+            given[name] = None
+    missing = [name for name in compiled if name not in given]
+    if missing:
+        raise InputError(f"missing inputs: {', '.join(missing)}")
+    return tensors_of(manifest.input_structure, given)
+
+
+def bind_some(
+    manifest: Manifest,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    needed: Set[int],
+) -> list[Tensor | None]:
+    """The same of a call that may lack arguments, or have None for them, of no tensor `needed`."""
+    given = _named(manifest, args, kwargs)
+    found: list[Tensor | None] = []
+    missing = []
+    for name, structure in manifest.input_structure["dict"].items():
+        value, tensors = given.get(name), places(structure)
+        if value is not None:
+            found += tensors_of({"dict": {name: structure}}, {name: value})
+        elif needed.isdisjoint(tensors):
+            found += [None] * len(tensors)
+        else:
+            missing.append(name)
+    if missing:
+        raise InputError(f"its stages read {', '.join(missing)}: give it to this rank too")
+    return found
+
+
+def present(manifest: Manifest, tensors: Sequence[Tensor | None]) -> tuple[Manifest, list[Tensor]]:
+    """The plan as if its inputs were those that are there, and those tensors."""
+    there = [tensor for tensor in tensors if tensor is not None]
+    if len(there) == len(tensors):
+        return manifest, there
+    specs = [spec for spec, t in zip(manifest.inputs, tensors, strict=True) if t is not None]
+    sizes = {dim for spec in specs for dim in map(str, spec.spec.shape)} | {"batch"}
+    unknown = [name for name in manifest.sizes if name not in sizes]
+    conditions = [
+        condition
+        for condition in manifest.conditions
+        if not any(re.search(rf"\b{name}\b", condition) for name in unknown)
+    ]
+    return replace(manifest, inputs=tuple(specs), conditions=tuple(conditions)), there
+
+
+def _named(
+    manifest: Manifest, args: Sequence[object], kwargs: Mapping[str, object]
+) -> dict[str, object]:
+    """The arguments of a call by name. Raises InputError."""
     names = [name for name in manifest.signature if not name.startswith("*")]
     rest = next((name for name in manifest.signature if name.startswith("*")), None)
     placed = names if rest is None else names[: manifest.signature.index(rest)]
@@ -24,7 +79,7 @@ def bind(manifest: Manifest, args: Sequence[object], kwargs: Mapping[str, object
             f"{len(args)} positional inputs were given, {manifest.model}'s forward takes "
             f"{len(names)}: {', '.join(names)}"
         )
-    given = dict(zip(placed, args, strict=False))
+    given: dict[str, object] = dict(zip(placed, args, strict=False))
     if rest is not None:
         given[rest[1:]] = tuple(args[len(placed) :])
     for name, value in kwargs.items():
@@ -42,13 +97,7 @@ def bind(manifest: Manifest, args: Sequence[object], kwargs: Mapping[str, object
                 f"{name!r} was not given when the pipeline was compiled, with "
                 f"{', '.join(compiled)}: leave it out, or compile again with it"
             )
-    for name, structure in compiled.items():
-        if name not in given and structure == {"constant": None}:
-            given[name] = None
-    missing = [name for name in compiled if name not in given]
-    if missing:
-        raise InputError(f"missing inputs: {', '.join(missing)}")
-    return tensors_of(manifest.input_structure, given)
+    return given
 
 
 def rows_of(manifest: Manifest, tensors: Sequence[Tensor], m: int) -> list[int]:

@@ -279,10 +279,9 @@ class Pipeline(Original):
             call.enter(i, piece, RandomStream(seeds[i]) if seeds else None)
         return rows, call
 
-    def _merged(self, call: Call, inputs: Sequence[Tensor], rows: Sequence[int]) -> Any:
+    def _merged(self, call: Call, inputs: Sequence[Tensor | None], rows: Sequence[int]) -> Any:
         """The model's output, from the micro-batches' at the call's end."""
-        # A rank whose stages read no input may have none.
-        given = zip(self._manifest.inputs, inputs, strict=bool(inputs))
+        given = zip(self._manifest.inputs, inputs, strict=True)
         whole = {Wire(CALLER, spec.value): tensor for spec, tensor in given}
         for wire, output in zip(self._outputs, self._manifest.outputs, strict=True):
             if wire not in whole and there(output.mode, self.training):

@@ -34,6 +34,15 @@ class Runner:
         return loss.detach()
 
     losses = runner.step(closure, images, labels)
+
+    Around a pipeline over processes, all ranks call `step` with the same closure and batch. Each
+    rank runs every closure whole: what comes before the pipeline, whose results its own stages take
+    from it; what comes after, for which outputs and random numbers come to all ranks; and the way
+    back of what came before, for which the gradients of inputs come to all. A rank's stages take
+    the outputs' gradients from its own closures. So every rank has all results, and parameters
+    around the pipeline get the plain program's gradients on each, equal and counted once, if they
+    and the random numbers begin equal. The ranks compare some of what they give the pipeline, and
+    raise InputError if it differs.
     """
 
     def __init__(self, microbatches: int) -> None:

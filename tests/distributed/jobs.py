@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -517,3 +518,35 @@ def weights_not_saved(folder: Path, path: Path) -> str:
             found = str(error)
     pipe.step(*toys.TIED.inputs(), loss_fn=toys.mean_loss)
     return found
+
+
+def some_inputs(folder: Path) -> list[str]:
+    """Each rank gives what its own stages read; the errors where one doesn't."""
+    model, pipe = pair(folder, toys.LATE)
+    x, shift = toys.LATE.inputs()
+    shift.requires_grad_()
+    first = pipe._ranks.rank == 0
+    expected = toys.mean_loss(model(x, shift))
+    expected.backward()
+    wanted, shift.grad = shift.grad, None
+    step = partial(pipe.step, loss_fn=toys.mean_loss)
+    for run in (
+        lambda: step(x) if first else step(shift=shift),
+        lambda: step(x if first else None, None if first else shift),
+        lambda: step(x, shift=None if first else shift),
+    ):
+        pipe.zero_grad()
+        shift.grad = None
+        assert toys.same(run(), expected)
+        toys.assert_same_state(pipe, model)
+        assert toys.same(shift.grad, None if first else wanted)
+    with torch.no_grad():
+        output = pipe(x) if first else pipe(shift=shift)
+        assert first or toys.same(output, model(x, shift))
+    errors = []
+    for run in (lambda: step(x), lambda: step(shift=shift), lambda: step(None, shift, mask=x)):
+        try:
+            run()
+        except InputError as error:
+            errors.append(str(error))
+    return errors

@@ -64,3 +64,13 @@ def test_a_shape_that_depends_on_data_is_told_each_time(two, tmp_path):
     assert unknown != plan[stages:]
     (tmp_path / "plan.json").write_text(plan[:stages] + unknown)
     assert two.run(jobs.steps, tmp_path, "skips", 4, (10, 3, 9), False) == EQUAL
+
+
+def test_each_rank_gives_the_inputs_that_its_own_stages_read(two, tmp_path):
+    toys.write(tmp_path, toys.LATE, 4)
+    errors, others = two.run(jobs.some_inputs, tmp_path)
+    assert errors == others
+    late, early, unknown = errors
+    assert late == "rank 1: its stages read shift: give it to this rank too"
+    assert early == "rank 0: its stages read x: give it to this rank too"
+    assert "forward takes no 'mask'" in unknown

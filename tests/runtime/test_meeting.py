@@ -9,12 +9,25 @@ from fxpipe.errors import InputError
 from fxpipe.runtime.meeting import Given, Word, agreed
 
 GIVEN = Given((2, 1), (("batch", 3),), (torch.float32,), (False,))
+NOTHING = Given((), (), (None,), (None,))
 WORD = Word("a step", True, GIVEN, None, None)
 
 
 def test_inputs_on_one_rank_are_enough():
-    assert agreed([replace(WORD, given=None), WORD], 2) == [GIVEN]
+    assert agreed([replace(WORD, given=NOTHING), WORD], 2) == [GIVEN]
     assert agreed([WORD, WORD], 2) == [GIVEN]
+
+
+def test_each_rank_may_have_some_of_the_inputs():
+    x = Given((2, 1), (("batch", 3),), (torch.float32, None), (True, None))
+    mask = Given((), (("width", 5),), (None, torch.bool), (None, False))
+    both = Given((2, 1), (("batch", 3), ("width", 5)), (torch.float32, torch.bool), (True, False))
+    for order in ([x, mask], [mask, x], [both, mask], [x, both]):
+        (found,) = agreed([replace(WORD, given=each) for each in order], 2)
+        assert replace(found, sizes=tuple(sorted(found.sizes))) == both
+    wider = replace(mask, sizes=(("width", 6),))
+    with pytest.raises(InputError, match=r"rank 1 was given inputs of width 5.*rank 2 of width 6"):
+        agreed([replace(WORD, given=each) for each in (x, mask, wider)], 3)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +50,7 @@ def test_ranks_that_differ_are_named_with_both_values(other, message):
 
 
 def test_no_inputs_at_all():
-    nobody = replace(WORD, given=None)
+    nobody = replace(WORD, given=NOTHING)
     with pytest.raises(InputError, match="none of ranks 2 to 3 was given inputs"):
         agreed([WORD, WORD, nobody, nobody], 2)
 

@@ -640,6 +640,50 @@ EARLY = Toy(
 )
 
 
+class Late(nn.Module):
+    """One input is read by the first stage, the other by the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 8)
+        self.b = nn.Linear(8, 6)
+
+    def forward(self, x, shift):
+        return self.b(torch.tanh(self.a(x))) * shift
+
+
+LATE = Toy(
+    Late,
+    (
+        Part(
+            """
+            def __init__(self):
+                super().__init__()
+                self.a = nn.Linear(6, 8)
+
+            def forward(self, x):
+                return torch.tanh(self.a(x))
+            """,
+            (None,),
+            ("a_1",),
+        ),
+        Part(
+            """
+            def __init__(self):
+                super().__init__()
+                self.b = nn.Linear(8, 6)
+
+            def forward(self, a_1, shift):
+                return self.b(a_1) * shift
+            """,
+            (0, None),
+            ("y",),
+        ),
+    ),
+    unbatched=("shift",),
+)
+
+
 class Whole(nn.Module):
     """Integer and bool values between stages; the mean over rows as a second output."""
 
