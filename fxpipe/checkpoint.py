@@ -51,28 +51,41 @@ def save(
 
     All ranks of a pipeline over processes call it together, on a file system that they share;
     `extra` is the first one's. What stood there stays until the new one is whole. Raises
-    WeightsError and OSError.
+    WeightsError, alike on all.
     """
     folder, ranks = Path(path), _begin(pipe, "checkpoint.save")
     writing, before = _beside(folder, "writing"), _beside(folder, "before")
+    first = _is_first(ranks)
+    problem: WeightsError | None = None
+
+    def make_room() -> None:
+        _refuse_other(folder)
+        for left in (writing, before) if folder.exists() else (writing,):
+            shutil.rmtree(left, ignore_errors=True)
+        writing.mkdir(parents=True)
+
+    def put_in_place() -> None:
+        _refuse_scattered(writing)
+        if folder.exists():
+            folder.rename(before)
+        writing.rename(folder)
+        shutil.rmtree(before, ignore_errors=True)
+
     with _telling(ranks):
         state: dict[str, Any] = {"model": dict(pipe.state_dict())}
         if optimizer is not None:
             state["optimizer"] = _optimizer_state(pipe, optimizer)
-        if _is_first(ranks):
+        if first:
             state["extra"] = SimpleNamespace(value=extra)
-            for left in (writing, before) if folder.exists() else (writing,):
-                shutil.rmtree(left, ignore_errors=True)
-            writing.mkdir(parents=True)
-        _barrier(ranks)
-        writer = partial(dcp_save, state, checkpoint_id=writing)
-        _together(ranks, f"{path} can't be written", writer)
-        if _is_first(ranks):
-            if folder.exists():
-                folder.rename(before)
-            writing.rename(folder)
-            shutil.rmtree(before, ignore_errors=True)
-        _barrier(ranks)
+        what = f"{path} can't be written"
+        try:
+            _agree(ranks, what, lambda: make_room() if first else None)
+            _together(ranks, what, partial(dcp_save, state, checkpoint_id=writing))
+            _agree(ranks, what, lambda: put_in_place() if first else None)
+        except WeightsError as error:  # all have it: none need be told
+            problem = error
+    if problem is not None:
+        raise problem
 
 
 def exists(path: str | Path) -> bool:
@@ -140,9 +153,36 @@ def _together(ranks: Ranks | None, what: str, run: Callable[..., object]) -> Non
         raise WeightsError(f"{what}: {failed[0]}") from failed[0]
 
 
-def _barrier(ranks: Ranks | None) -> None:
-    if ranks is not None:
-        ranks.gather_world(None)
+def _agree(ranks: Ranks | None, what: str, run: Callable[[], None]) -> None:
+    """Run it once all come here. Raises WeightsError, alike on all, if it fails on one."""
+    problem = None
+    try:
+        run()
+    except (OSError, WeightsError) as error:
+        problem = str(error)
+    problems = [problem] if ranks is None else ranks.gather_world(problem)
+    for each in problems:
+        if each is not None:
+            raise WeightsError(f"{what}: {each}")
+
+
+def _refuse_other(folder: Path) -> None:
+    """Raise WeightsError if something else than a checkpoint is there: it would be replaced."""
+    empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not empty and not exists(folder):
+        raise WeightsError("what is there is no whole checkpoint: move it, or save elsewhere")
+
+
+def _refuse_scattered(folder: Path) -> None:
+    """Raise WeightsError unless all files that ranks wrote are here."""
+    stored = FileSystemReader(folder).read_metadata().storage_data
+    names = {place.relative_path for place in stored.values()}
+    missing = sorted(names - {path.name for path in folder.iterdir()})
+    if missing:
+        raise WeightsError(
+            f"{', '.join(missing[:8])} is not where rank 0 looks: all ranks write into one folder, "
+            "on a file system that they share"
+        )
 
 
 def _beside(folder: Path, what: str) -> Path:

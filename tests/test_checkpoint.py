@@ -1,6 +1,10 @@
 """A checkpoint in one process: what is loaded goes on as what was saved would have."""
 
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +14,8 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import WeightsError
 from fxpipe.runtime import load
+
+DYING = Path(__file__).with_name("dying.py")
 
 
 def trained(model: nn.Module, steps: int, optimizer: torch.optim.Optimizer) -> None:
@@ -79,6 +85,40 @@ def test_the_one_before_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
     fxpipe.checkpoint.save(path, pipe, extra=4)
     assert fxpipe.checkpoint.load(path, pipe) == 4
     assert not [child for child in tmp_path.iterdir() if child.name.startswith(".last")]
+
+
+def test_whenever_a_process_is_killed_one_version_is_there_whole(tmp_path):
+    toys.write(tmp_path, toys.CHAIN)
+    (tmp_path / "run").mkdir()
+    done = subprocess.run(
+        [sys.executable, str(DYING), str(tmp_path), str(tmp_path / "run" / "last")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    moments = done.stdout.splitlines()
+    for touched in (
+        "open .last.writing/__0_0.distcp",
+        "os.rename .last.writing/.metadata.tmp",
+        "os.rename last",
+        "os.rename .last.writing",
+        "os.rmdir .last.before",
+    ):
+        assert f"killed at {touched}" in moments
+    assert moments[-1] == "saved"
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
+    _, pipe = toys.both(tmp_path, toys.CHAIN)
+    for path in (tmp_path, tmp_path / "plan.json"):
+        with pytest.raises(WeightsError, match="no whole checkpoint: move it, or save elsewhere"):
+            fxpipe.checkpoint.save(path, pipe)
+    assert (tmp_path / "plan.json").is_file()
+    (tmp_path / "empty").mkdir()
+    fxpipe.checkpoint.save(tmp_path / "empty", pipe)
+    assert fxpipe.checkpoint.exists(tmp_path / "empty")
 
 
 def test_what_is_not_whole_or_does_not_fit_loads_nothing(tmp_path):

@@ -18,18 +18,18 @@ _STAY_S = 5.0  # how long a rank stays, after a failure, for the others to hear 
 
 
 class Failures:
-    """What a rank knows of failures; `groups` are those that it may wait in."""
+    """What a rank has `heard` of failures; `groups` are those that it may wait in."""
 
     def __init__(self, board: Board, progress: Progress, groups: Sequence[Any]) -> None:
         self._board = board
         self._progress = progress
         self._groups = groups
-        self._heard: str | None = None
+        self.heard: str | None = None
 
     def refuse(self) -> None:
         """Raise StageError if a rank has failed before."""
-        if self._heard is not None:
-            raise StageError(f"{self._heard}. Its pipeline has ended: start all processes again")
+        if self.heard is not None:
+            raise StageError(f"{self.heard}. Its pipeline has ended: start all processes again")
 
     def look(self) -> None:
         """Raise StageError if a rank is known to have failed."""
@@ -45,7 +45,7 @@ class Failures:
 
         Raises StageError instead if another rank has failed before.
         """
-        if self._heard is not None:
+        if self.heard is not None:
             return
         own = f"rank {self._board.rank} failed: {_told(error)}"
         first = self._first(own, None)
@@ -95,7 +95,7 @@ class Failures:
 
     def _end(self, text: str, n_lost: int) -> None:
         """Stay until all that can have heard: torchrun ends all processes as soon as one ends."""
-        self._heard = text
+        self.heard = text
         until = time.monotonic() + _STAY_S
         while time.monotonic() < until:
             heard = self._board.count("heard", 0)

@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from fxpipe.errors import DeviceError, InputError, PackageError, StageError
 from fxpipe.runtime.board import Board
 from fxpipe.runtime.failures import Failures
+from fxpipe.runtime.last_words import last_words
 from fxpipe.runtime.mesh import mesh_of
 from fxpipe.runtime.progress import Progress
 from fxpipe.runtime.rendezvous import join
@@ -287,11 +288,16 @@ class Ranks:
     def telling(self) -> Iterator[None]:
         """Let the other ranks hear of it if the block fails."""
         try:
-            with self.progress.inside():
+            with last_words(self._last_words), self.progress.inside():
                 yield
         except BaseException as error:
             self.fail(error)
             raise
+
+    def _last_words(self) -> str:
+        self.progress.wait_for(self.progress.awaited())
+        heard = self._failures.heard or f"rank {self.world_rank} {self.progress}"
+        return f"rank {self.world_rank} is told to end by SIGTERM. {heard}"
 
     def fail(self, error: BaseException) -> None:
         """Let the other ranks hear of it, and end all waits for them.

@@ -11,6 +11,7 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,10 @@ def kill() -> None:
     strike(signal.SIGKILL)
 
 
+def doze() -> None:
+    time.sleep(3 * TIMEOUT_S)
+
+
 def fail() -> None:
     raise ValueError("a bad row")
 
@@ -66,7 +71,9 @@ def run(case: str, rank: int, folder: Path) -> None:
             checkpoint.dcp_save = lambda *_, **__: stop()  # type: ignore[assignment]
         checkpoint.save(folder / "last", pipe)
     in_stage = {"failed": (1, fail), "killed": (1, kill), "stopped": (1, stop)}
-    in_stage |= {"keeper stopped": (0, stop), "slow": (1, lambda: time.sleep(3 * TIMEOUT_S))}
+    in_stage |= {"keeper stopped": (0, stop), "slow": (1, doze), "told to end": (1, doze)}
+    if (case, rank) == ("told to end", 2):
+        threading.Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()
     harmed, harm = in_stage.get(case, (None, None))
     if rank == harmed and harm is not None:
         *_, layer = pipe._stages[-1].module.modules()

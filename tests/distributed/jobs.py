@@ -443,6 +443,18 @@ def saved(folder: Path, name: str, m: int, path: Path) -> str:
     return "saved"
 
 
+def scattered(folder: Path, paths: Sequence[Path]) -> list[str]:
+    """The errors of checkpoints whose parts land apart, and where something else is."""
+    _, pipe = pair(folder, toys.CHAIN)
+    found = []
+    for path in (paths[pipe._ranks.rank], folder):
+        try:
+            checkpoint.save(path, pipe)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
 def resumed(folder: Path, name: str, m: int, path: Path) -> str:
     """A third step under this plan gives what three give the plain model."""
     toy = toys.TOYS[name]

@@ -13,7 +13,7 @@ import toys
 HERE = Path(__file__).parent
 CASES = (
     *("nothing", "failed", "killed", "stopped", "keeper stopped", "stopped outside"),
-    *("stopped saving", "slow", "absent", "elsewhere"),
+    *("stopped saving", "slow", "told to end", "absent", "elsewhere"),
 )
 
 
@@ -76,6 +76,16 @@ def test_a_slow_rank_is_missed_but_lives(ends):
     assert LAST_OF_1 in text
     assert "no sign of life" not in text
     assert slow[0] == 1
+
+
+def test_who_is_told_to_end_says_what_it_waits_for(ends):
+    code, text = ends["told to end"][2]
+    assert code == -15
+    assert re.fullmatch(
+        r"rank 2 is told to end by SIGTERM. rank 2 is in step 2, did 2F0, 2F1 last, "
+        r"waits for 1F2: stage 1, micro-batch 2, from rank 1\n",
+        text,
+    )
 
 
 def test_the_process_that_keeps_the_store_may_be_the_stopped_one(ends):

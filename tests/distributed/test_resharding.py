@@ -28,6 +28,19 @@ def test_saved_under_one_plan_resumed_under_others(two, tmp_path, name, devices)
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
 
 
+def test_a_checkpoint_needs_a_folder_that_all_share_and_that_is_one(two, tmp_path):
+    toys.write(tmp_path, toys.CHAIN, 3, devices=(0, 0, 1))
+    paths = [tmp_path / "one" / "last", tmp_path / "two" / "last"]
+    for path in paths:
+        path.parent.mkdir()
+    errors, others = two.run(jobs.scattered, tmp_path, paths)
+    assert [error.replace("/two/", "/one/") for error in others] == errors
+    apart, foreign = errors
+    assert "last can't be written: __1_0.distcp is not where rank 0 looks" in apart
+    assert "no whole checkpoint: move it, or save elsewhere" in foreign
+    assert not checkpoint.exists(paths[0])
+
+
 def test_one_process_saves_for_two(two, tmp_path):
     toys.write(tmp_path, toys.TIED, 3, devices=(0, 1, 1))
     _, pipe = toys.both(tmp_path, toys.TIED, m=3, devices=(0, 1, 1))

@@ -1,9 +1,6 @@
 """Ranks that don't fit each other don't start; where one fails, all say which, and end."""
 
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import jobs
 import pytest
@@ -114,31 +111,3 @@ def test_a_loss_that_fails_is_named_by_all(two, tmp_path):
 def test_a_pipeline_that_is_gone_leaves_no_thread(two, tmp_path):
     toys.write(tmp_path, toys.TIED, 3, devices=(0, 1, 1))
     assert max(two.run(jobs.threads_left, tmp_path)) <= 0
-
-
-SCRIPT = """
-import sys, torch, fxpipe
-pipe = fxpipe.load(sys.argv[1], distributed=True)
-x = torch.ones(10, 6, dtype=torch.float64)
-pipe.double()
-for _ in range(2):
-    loss = pipe.step(x, loss_fn=lambda y, _: y.pow(2).mean())
-print(f"the loss is {float(loss):.6f}")
-"""
-
-
-def test_torchrun_starts_it(tmp_path: Path) -> None:
-    toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
-    if torchrun is None:
-        pytest.skip("torch was installed without torchrun")
-    done = subprocess.run(
-        [torchrun, "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("the loss is") == 2
