@@ -25,7 +25,7 @@ from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.around import equalize_around, names_around
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.closure import running
-from fxpipe.runtime.dtensors import is_cut, local, share_of, whole
+from fxpipe.runtime.dtensors import is_cut, local, share_of
 from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.exchange import Exchange, Layouts
 from fxpipe.runtime.fit import sizes_of
@@ -253,9 +253,7 @@ class DistributedPipeline(Pipeline):
     def _owned(self) -> dict[str, Tensor]:
         owners = {name: ranks[0] for name, ranks in holders(self._manifest).items()}
         held = super()._owned().items()
-        tensors = {name: tensor for name, tensor in held if owners[name] == self._ranks.rank}
-        self._ranks.together(lambda: tensors.update({n: whole(t) for n, t in tensors.items()}))
-        return {} if self._ranks.replica else tensors  # the first replica writes them all
+        return {name: tensor for name, tensor in held if owners[name] == self._ranks.rank}
 
     @contextmanager
     def _collected(self) -> Iterator[None]:

@@ -25,9 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.tensor import DTensor
 
 from fxpipe.errors import DeviceError, InputError, PackageError, StageError
 from fxpipe.runtime.board import Board
+from fxpipe.runtime.dtensors import whole
 from fxpipe.runtime.failures import Failures
 from fxpipe.runtime.last_words import last_words
 from fxpipe.runtime.mesh import mesh_of
@@ -229,6 +231,13 @@ class Ranks:
             self.together(lambda: dist.send(tensor, target, self.world_group))
         else:
             self.together(lambda: dist.recv(tensor, source, self.world_group))
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of one of which each replica may hold a share; those that do call it together."""
+        found = [tensor]
+        if isinstance(tensor, DTensor):
+            self.together(lambda: found.append(whole(tensor)))
+        return found[-1]
 
     def together(self, collective: Job) -> None:
         """Run what all ranks run; raises StageError if one fails meanwhile."""

@@ -41,6 +41,7 @@ class Writers(Protocol):
 
     world_rank: int
     world_size: int
+    replica: int
 
     def gather_world(self, mine: T, /) -> list[T]:
         """What each gives, in order of the ranks."""
@@ -50,12 +51,17 @@ class Writers(Protocol):
         """Fill `tensor` on rank `target` with what it holds on rank `source`; both call it."""
         ...
 
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of one of which replicas may hold shares; those that do call it together."""
+        ...
+
 
 class Alone:
     """One process."""
 
     world_rank = 0
     world_size = 1
+    replica = 0
 
     def gather_world(self, mine: T, /) -> list[T]:
         """Its own."""
@@ -63,6 +69,10 @@ class Alone:
 
     def hand_over(self, tensor: Tensor, source: int, target: int) -> None:
         """Nobody else holds anything."""
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """It is."""
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +87,9 @@ class _File:
 def save(
     path: Path, tensors: Mapping[str, Tensor], max_shard_size: int | str, writers: Writers
 ) -> None:
-    """Write `tensors`, and those of the other processes, none of which two hold, to `path`.
+    """Write `tensors`, and those of the other processes, to `path`.
+
+    Replicas give the same ones, the first of them writes; else no two processes give one.
 
     A path that ends in .safetensors is one file. Any other is a folder: it gets shards of at most
     `max_shard_size` bytes, or one tensor, with an index, or `model.safetensors` if that is enough.
@@ -87,7 +99,7 @@ def save(
     limit = amount.bytes_of(limit) if isinstance(limit, str) else limit
     if limit < 1:
         raise InputError(f"max_shard_size is {max_shard_size}: give a number of bytes, or '5GB'")
-    held = writers.gather_world(entries_of(tensors))
+    held = writers.gather_world([] if writers.replica else entries_of(tensors))
     refuse_unwritable(chain(*held))
     one = path.suffix == ".safetensors"
     files = [_File(path.name, 0, aligned(chain(*held)))] if one else _shards(held, limit)
@@ -143,20 +155,32 @@ def _shards(held: Sequence[Sequence[Entry]], limit: int) -> list[_File]:
 def _contents(
     file: _File, homes: Mapping[str, int], tensors: Mapping[str, Tensor], writers: Writers
 ) -> Iterator[Tensor]:
-    """The bytes of each tensor of the file, where it is written; those held here go there."""
-    here = writers.world_rank
+    """The bytes of each tensor of the file, where it is written; those held here go there.
+
+    No more than one is in memory that was not before.
+    """
     for entry in file.entries:
-        home = homes[entry.name]
-        if here not in (home, file.writer):
-            continue
-        content = (
-            bytes_of(tensors[entry.name])
-            if home == here
-            else torch.empty(entry.n_bytes, dtype=torch.uint8)
-        )
-        if home != file.writer:
-            writers.hand_over(content, home, file.writer)
-        yield content
+        content = _content(entry, homes[entry.name], file.writer, tensors, writers)
+        if content is not None:
+            yield content
+        del content
+
+
+def _content(
+    entry: Entry, home: int, writer: int, tensors: Mapping[str, Tensor], writers: Writers
+) -> Tensor | None:
+    here = writers.world_rank
+    tensor = writers.whole(tensors[entry.name]) if entry.name in tensors else None
+    if here not in (home, writer):
+        return None
+    if home == here:
+        assert tensor is not None
+        content = bytes_of(tensor)
+    else:
+        content = torch.empty(entry.n_bytes, dtype=torch.uint8)
+    if home != writer:
+        writers.hand_over(content, home, writer)
+    return content
 
 
 def _index(files: Sequence[_File]) -> str:

@@ -104,5 +104,6 @@ def write(
             if content.numel():
                 # Without NumPy torch gives no buffer; `content` lives on while this one is read.
                 file.write((ctypes.c_ubyte * content.numel()).from_address(content.data_ptr()))
+            del content  # before the next one is made
         file.flush()
         os.fsync(file.fileno())

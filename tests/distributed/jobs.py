@@ -12,10 +12,11 @@ from unittest import mock
 import torch
 import toys
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxpipe import checkpoint
 from fxpipe.errors import InputError, WeightsError
-from fxpipe.runtime import load, saving
+from fxpipe.runtime import dtensors, load, ranks, saving
 from fxpipe.runtime.distributed import DistributedPipeline
 from fxpipe.runtime.random import microbatch_seeds
 
@@ -193,7 +194,18 @@ def shares(folder: Path, path: Path) -> tuple[dict[str, int], str]:
         optimizer.step()
         optimizer.zero_grad()
     evaluate()
-    pipe.save_weights(path)
+    wholes: list[StorageWeakRef] = []
+
+    def whole(tensor: Tensor) -> Tensor:
+        assert all(ref.expired() for ref in wholes), "two at once"
+        found = dtensors.whole(tensor)
+        if dtensors.is_cut(tensor):
+            wholes.append(StorageWeakRef(found.untyped_storage()))
+        return found
+
+    with mock.patch.object(ranks, "whole", whole):
+        pipe.save_weights(path)
+    assert len(wholes) == sum(map(dtensors.is_cut, pipe.parameters()))
     twice = {name: tensor * 2 for name, tensor in model.state_dict().items()}
     for assign in (False, True):
         pipe.load_state_dict(twice, assign=assign)
