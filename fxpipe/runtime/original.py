@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from fxpipe.errors import DeviceError
 from fxpipe.runtime import stream, weights
 from fxpipe.runtime.manifest import StateSpec
-from fxpipe.runtime.saving import Alone, save
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.state import State
 from fxpipe.runtime.stream import Device
@@ -101,17 +100,6 @@ class Original(nn.Module):
                 tensor.copy_(self._part(tensor, files.read(key)))
         self._bind()
 
-    def save_weights(self, path: str | Path, max_shard_size: int | str = "5GB") -> None:
-        """Write safetensors that `load_weights`, or `from_pretrained` of transformers, reads.
-
-        `path` is a file whose name ends in .safetensors, or a folder: it gets `model.safetensors`,
-        or shards of at most `max_shard_size` with `model.safetensors.index.json`; what else is
-        there stays. Keys are the original model's, of a tied parameter the first of its names. What
-        stood there before goes once all is written. Raises InputError, and WeightsError if that is
-        not to be.
-        """
-        save(Path(path), self._owned(), max_shard_size, Alone())
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Refuse to move; change dtypes of stages and tree alike."""
         for device in set(map(stream.place, self._devices)):
@@ -136,11 +124,6 @@ class Original(nn.Module):
     def _tensors(self) -> dict[str, Tensor]:
         """The state_dict without what modules added to it."""
         return {key: value for key, value in self.state_dict().items() if key not in self._extra}
-
-    def _owned(self) -> dict[str, Tensor]:
-        """What a checkpoint has of this process: each tensor once."""
-        tensors = self._tensors()
-        return {name: tensors[name] for name in self._state.first_names if name in tensors}
 
     def _fixed(self, reason: str) -> DeviceError:
         return DeviceError(

@@ -29,6 +29,7 @@ from fxpipe.runtime.original import Original
 from fxpipe.runtime.portal import CALLER, Wire, Wires, source_of
 from fxpipe.runtime.random import RandomStream, microbatch_seeds
 from fxpipe.runtime.room import check_room
+from fxpipe.runtime.saving import Alone, save
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import Device, Stream
@@ -211,6 +212,17 @@ class Pipeline(Original):
         every = dict.fromkeys([*self.parameters(), *around])
         return nn.utils.clip_grad_norm_(every, max_norm, norm_type)
 
+    def save_weights(self, path: str | Path, max_shard_size: int | str = "5GB") -> None:
+        """Write safetensors that `load_weights`, or `from_pretrained` of transformers, reads.
+
+        `path` is a file whose name ends in .safetensors, or a folder: it gets `model.safetensors`,
+        or shards of at most `max_shard_size` with `model.safetensors.index.json`; what else is
+        there stays. Keys are the original model's, of a tied parameter the first of its names. What
+        stood there before goes once all is written. Raises InputError, and WeightsError if that is
+        not to be.
+        """
+        save(Path(path), self._owned(), max_shard_size, Alone())
+
     def trace(self, path: str | Path) -> AbstractContextManager[None]:
         """Write the last step of a `with` block to `path`, the predicted step beside it.
 
@@ -261,6 +273,11 @@ class Pipeline(Original):
             ),
         ]
         return "\n".join(lines)
+
+    def _owned(self) -> dict[str, Tensor]:
+        """What a checkpoint has of this process: each tensor once."""
+        tensors = self._tensors()
+        return {name: tensors[name] for name in self._state.first_names if name in tensors}
 
     def _structure(self) -> Structure:
         return in_mode(self._manifest.output_structure, self.training)
