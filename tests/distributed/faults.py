@@ -4,21 +4,20 @@
 as JSON by case of each rank: its exit code, None if it was stopped, and what it has written.
 """
 
-import gc
 import json
 import os
-import random
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import toys
+from forked import PATIENCE_S, Rank, ends, port, start
 
 from fxpipe import checkpoint
 from fxpipe.runtime import load
@@ -26,7 +25,6 @@ from fxpipe.runtime.distributed import DistributedPipeline
 
 N = 3
 TIMEOUT_S = 8.0
-PATIENCE_S = 90.0
 
 
 def strike(number: signal.Signals) -> None:
@@ -93,60 +91,17 @@ def at_third(harm: Callable[[], None]) -> Callable[..., None]:
     return hook
 
 
-def port() -> str:
-    """One that is free, and that no connection is given by chance."""
-    while True:
-        with socket.socket() as server:
-            number = random.randint(15000, 30000)
-            try:
-                server.bind(("127.0.0.1", number))
-            except OSError:
-                continue
-            return str(number)
-
-
-def start(folder: Path, cases: list[str]) -> dict[int, tuple[str, int]] | None:
-    """The processes that were started; None in each of them, which then ends as scripts do."""
-    started = {}
-    gc.freeze()
-    for case in cases:
-        world = {"WORLD_SIZE": str(N), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port()}
-        for rank in range(N):
-            pid = os.fork()
-            if pid == 0:
-                os.environ.update(world, RANK=str(rank), LOCAL_WORLD_SIZE=str(N))
-                file = os.open(folder / f"{case} {rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-                os.dup2(file, 1)
-                os.dup2(file, 2)
-                run(case, rank, folder)
-                return None
-            started[pid] = case, rank
-    return started
-
-
-def watch(folder: Path, started: dict[int, tuple[str, int]]) -> None:
-    """Wait until all have ended, or stopped; the latter are killed then."""
-    codes: dict[int, int | None] = {}
-    until = time.monotonic() + PATIENCE_S
-    while len(codes) < len(started) and time.monotonic() < until:
-        for pid in started.keys() - codes.keys():
-            done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
-            if done:
-                codes[pid] = None if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    found: dict[str, list[tuple[int | str | None, str]]] = {}
-    for pid, (case, rank) in started.items():
-        if codes.get(pid) is None:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        text = (folder / f"{case} {rank}").read_text()
-        found.setdefault(case, []).append((codes.get(pid, "did not end"), text))
-    print(json.dumps(found))
+def ranks(folder: Path, case: str) -> Iterator[Rank]:
+    world = {"WORLD_SIZE": str(N), "LOCAL_WORLD_SIZE": str(N)}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port()}
+    for rank in range(N):
+        yield Rank(f"{case} {rank}", {**world, "RANK": str(rank)}, partial(run, case, rank, folder))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    folder, *cases = sys.argv[1:]
-    started = start(Path(folder), cases)
+    folder, cases = Path(sys.argv[1]), sys.argv[2:]
+    started = start(folder, [rank for case in cases for rank in ranks(folder, case)])
     if started is not None:
-        watch(Path(folder), started)
+        found = ends(folder, started)
+        print(json.dumps({case: found[N * k : N * (k + 1)] for k, case in enumerate(cases)}))
