@@ -49,7 +49,9 @@ from fxpipe.runtime.shared_weights import SharedWeights, first_names, holders
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.state import put
 from fxpipe.runtime.step import Step
-from fxpipe.runtime.stream import Device
+from fxpipe.runtime.stream import Device, place
+from fxpipe.runtime.structure import rebuild
+from fxpipe.runtime.transport import Transport
 from fxpipe.schedule import Action, Schedule
 
 
@@ -112,6 +114,7 @@ class DistributedPipeline(Pipeline):
             shared = [each.name for each in self._shared.shared]
             self._replicas = Replicas(ranks, own, self._plan.order[rank], first, shared)
         self._shards: Shards | None = None
+        self._transport = Transport(ranks, place(device), self._plan.routes)
         self._layouts: dict[object, Layouts] = {}
         LISTENERS.add(self)
 
@@ -134,7 +137,7 @@ class DistributedPipeline(Pipeline):
 
         All ranks ask for it together.
         """
-        return self._ranks.mesh
+        return self._ranks.mesh(self._transport.device.type)
 
     @property
     def is_last(self) -> bool:
@@ -161,11 +164,11 @@ class DistributedPipeline(Pipeline):
         with self._ranks.telling():
             rows, call = self._enter(inputs, meeting)
             self._run_row(Step(call, lambda i: None, frozenset()), call, meeting, backward=False)
-            output = self._merged(call, inputs, rows) if self.is_last else None
+            leaves = self._merged(call, inputs, rows) if self.is_last else None
             if self._gives_all:
-                found = self._ranks.gather(output)
-                output = found[self._homes[-1]]
-        return output
+                gathered = self._transport.gather(self._ranks.gather, leaves or [])
+                leaves = gathered[self._homes[-1]]
+        return None if leaves is None else rebuild(self._structure(), leaves)
 
     def step(
         self,
@@ -412,7 +415,7 @@ class DistributedPipeline(Pipeline):
         if self._trace is not None:
             call.record(self._trace.recorder())
         done = threading.Event()
-        exchange = Exchange(self._ranks, call, rows, known, shape)
+        exchange = Exchange(self._ranks, self._transport, call, rows, known, shape)
         row, progress = rows[self._ranks.rank], self._ranks.progress
 
         def run() -> None:
@@ -480,7 +483,7 @@ class DistributedPipeline(Pipeline):
             None if tensor is None else step.input_gradient(spec, tensor, rows)
             for spec, tensor in zip(self._manifest.inputs, inputs, strict=True)
         ]
-        everywhere = self._ranks.gather(found)
+        everywhere = self._transport.gather(self._ranks.gather, found)
         for k, tensor in enumerate(inputs):
             total = add_gradients([part[k] for part in everywhere])
             if tensor is not None and total is not None:
@@ -488,8 +491,8 @@ class DistributedPipeline(Pipeline):
 
     def _shared_loss(self, loss: Tensor | None) -> Tensor:
         """The sum of the replicas' on every rank, in the dtype it has where the last stage is."""
-        found: list[Tensor | None] = self._ranks.gather_world(loss)
-        return torch.stack([each for each in found if each is not None]).sum()
+        everywhere = self._transport.gather(self._ranks.gather_world, [loss])
+        return torch.stack([each for (each,) in everywhere if each is not None]).sum()
 
 
 def _place(loss_fn: LossFn) -> str:

@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.errors import StageError
@@ -20,6 +19,7 @@ from fxpipe.runtime.call import Call
 from fxpipe.runtime.messages import Message, Row, maker
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.ranks import Ranks
+from fxpipe.runtime.transport import Transport
 
 # Tags: messages of known dtype and shape, those that a header tells of, and headers.
 _KNOWN, _TOLD, _HEADER = 0, 1, 3
@@ -66,6 +66,7 @@ class Exchange:
     def __init__(
         self,
         ranks: Ranks,
+        transport: Transport,
         call: Call,
         rows: Sequence[Row],
         layouts: Layouts | None,
@@ -74,6 +75,8 @@ class Exchange:
         self.learnt: dict[Message, Layout | None] = dict(layouts or {})
         self._layouts = layouts
         self._ranks = ranks
+        self._transport = transport
+        self._device = transport.device
         self._call = call
         self._shape = shape
         self._rows = rows
@@ -105,7 +108,7 @@ class Exchange:
         self._waiting = None
         item: object = tensor
         if message.what == "random" and tensor is not None:
-            item = _unpacked(tensor)
+            item = _unpacked(tensor, self._device)
         elif message.what == "value" and layout is not None:
             item = (tensor, layout.gradient)
         for key in message.keys:
@@ -115,7 +118,7 @@ class Exchange:
         """Begin to send what the outbox has of it. Raises StageError."""
         (item, *_) = [self._call.outbox.take(key) for key in message.keys]
         if message.what == "random":
-            self._begin(message, _packed(item), _KNOWN)
+            self._begin(message, _packed(item, self._device), _KNOWN)
             return
         tensor: Tensor | None
         tensor, gradient = item if message.what == "value" else (item, False)
@@ -133,7 +136,7 @@ class Exchange:
             return
         if tensor is None:
             assert layout is not None
-            tensor = torch.zeros(shape, dtype=layout.dtype)
+            tensor = torch.zeros(shape, dtype=layout.dtype, device=self._device)
         found = Layout(tensor.dtype, gradient)
         if layout != found:
             raise StageError(
@@ -145,7 +148,7 @@ class Exchange:
     def finish(self) -> None:
         """Return once all has been sent. Raises StoppedError if the call is stopped meanwhile."""
         self._finishing = True
-        self._ranks.flush(self._targets, lambda: self._call.check(0))
+        self._transport.finish(self._targets, lambda: self._call.check(0))
         self._finishing = False
 
     @property
@@ -164,11 +167,7 @@ class Exchange:
 
     def _begin(self, message: Message, tensor: Tensor, tag: int) -> None:
         if tensor.numel():
-            tensor = tensor.detach().contiguous()
-            work = dist.isend(tensor, group=self._ranks.group, tag=tag, group_dst=message.target)
-            assert work is not None
-            # Until it has left, its memory is held by the thread that waits for it.
-            self._ranks.sending[message.target].put(work.wait)
+            self._transport.send(tensor.detach().contiguous(), message.target, tag)
             self._targets[message.target] = None
 
     def _tell(self, message: Message, tensor: Tensor | None, gradient: bool) -> None:
@@ -179,7 +178,8 @@ class Exchange:
             header[2 : 3 + tensor.dim()] = torch.tensor([tensor.dim(), *tensor.shape])
         self._begin(message, header, _HEADER)
         if tensor is not None:
-            self._begin(message, tensor, _TOLD)
+            # On the CPU too: what is known has been posted before it, and would be taken for it.
+            self._begin(message, tensor.cpu(), _TOLD)
         self.learnt[message] = None if tensor is None else Layout(tensor.dtype, gradient)
 
     def _heard(self, message: Message, header: Tensor) -> tuple[Layout | None, Tensor | None]:
@@ -192,11 +192,11 @@ class Exchange:
         tensor = torch.empty(sizes[:dim], dtype=layout.dtype)
         if tensor.numel():
             self._receiving(message, tensor, _TOLD).wait()
-        return layout, tensor
+        return layout, tensor.to(self._device)
 
     def _begun(self, message: Message) -> _Posted:
         if message.what == "random":
-            tensor = torch.empty(_random_bytes(), dtype=torch.uint8)
+            tensor = torch.empty(_random_bytes(self._device), dtype=torch.uint8)
             return _Posted(message, None, tensor, work=self._receiving(message, tensor, _KNOWN))
         shape = self._shape(message)
         if self._layouts is None or shape is None:
@@ -205,27 +205,27 @@ class Exchange:
         layout = self._layouts[message]
         if layout is None:
             return _Posted(message, None)
-        tensor = torch.empty(shape, dtype=layout.dtype)
+        tensor = torch.empty(shape, dtype=layout.dtype, device=self._device)
         work = self._receiving(message, tensor, _KNOWN) if tensor.numel() else None
         return _Posted(message, layout, tensor, work=work)
 
     def _receiving(self, message: Message, tensor: Tensor, tag: int) -> Any:
-        return dist.irecv(tensor, group=self._ranks.group, tag=tag, group_src=message.source)
+        return self._transport.receive(tensor, message.source, tag)
 
 
 @cache
-def _random_bytes() -> int:
-    return 9 + torch.default_generator.get_state().numel()
+def _random_bytes(device: torch.device) -> int:
+    return 9 + torch.Generator(device).get_state().numel()
 
 
-def _packed(random: RandomStream) -> Tensor:
-    """Seed, whether there is a state, and the state."""
-    begun = "cpu" in random.states
-    state = random.state(torch.device("cpu"))
+def _packed(random: RandomStream, device: torch.device) -> Tensor:
+    """Seed, whether there is a state for such devices, and the state."""
+    begun = device.type in random.states
+    state = random.state(device)
     seed = torch.tensor([random.seed]).view(torch.uint8)
     return torch.cat([seed, torch.tensor([begun], dtype=torch.uint8), state])
 
 
-def _unpacked(packed: Tensor) -> RandomStream:
+def _unpacked(packed: Tensor, device: torch.device) -> RandomStream:
     seed = int(packed[:8].clone().view(torch.int64))
-    return RandomStream(seed, {"cpu": packed[9:].clone()} if packed[8] else {})
+    return RandomStream(seed, {device.type: packed[9:].clone()} if packed[8] else {})

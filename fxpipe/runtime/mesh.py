@@ -9,12 +9,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-_meshes: dict[tuple[Any, int, int], DeviceMesh] = {}
+_meshes: dict[tuple[Any, str, int, int], DeviceMesh] = {}
 
 
-def mesh_of(dp: int, size: int) -> DeviceMesh:
-    """Of dimensions "dp", the replicas, and "pp"; the first time all ranks ask for it together."""
-    key = dist.group.WORLD, dp, size
+def mesh_of(kind: str, dp: int, size: int) -> DeviceMesh:
+    """Of dimensions "dp", the replicas, and "pp", for devices of a kind, "cpu" or "cuda".
+
+    The first time all ranks ask for it together.
+    """
+    key = dist.group.WORLD, kind, dp, size
     if key not in _meshes:
-        _meshes[key] = init_device_mesh("cpu", (dp, size), mesh_dim_names=("dp", "pp"))
+        _meshes[key] = init_device_mesh(kind, (dp, size), mesh_dim_names=("dp", "pp"))
     return _meshes[key]

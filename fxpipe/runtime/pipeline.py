@@ -120,7 +120,7 @@ class Pipeline(Original):
         with ties.copied(self._state.ties, self._state.parameters(self)) as copies:
             clock = Clock(call, copies, self._components.dependency)
             self._run([partial(clock.run_lane, lane) for lane in range(len(self._devices))], call)
-        return self._merged(call, inputs, rows)
+        return rebuild(self._structure(), self._merged(call, inputs, rows))
 
     def step(
         self,
@@ -296,15 +296,17 @@ class Pipeline(Original):
             call.enter(i, piece, RandomStream(seeds[i]) if seeds else None)
         return rows, call
 
-    def _merged(self, call: Call, inputs: Sequence[Tensor | None], rows: Sequence[int]) -> Any:
-        """The model's output, from the micro-batches' at the call's end."""
+    def _merged(
+        self, call: Call, inputs: Sequence[Tensor | None], rows: Sequence[int]
+    ) -> list[Any]:
+        """The leaves of the model's output, from the micro-batches' at the call's end."""
         given = zip(self._manifest.inputs, inputs, strict=True)
         whole = {Wire(CALLER, spec.value): tensor for spec, tensor in given}
         for wire, output in zip(self._outputs, self._manifest.outputs, strict=True):
             if wire not in whole and there(output.mode, self.training):
                 pieces = [call.value(wire, call.n, i)[0] for i in range(call.m)]
                 whole[wire] = microbatch.gather(output, pieces, rows)
-        return rebuild(self._structure(), [whole.get(wire) for wire in self._outputs])
+        return [whole.get(wire) for wire in self._outputs]
 
     def _visit(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Visit:
         inputs = self._inputs(args, kwargs)

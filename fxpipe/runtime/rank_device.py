@@ -1,8 +1,10 @@
 """A process's one device: it must be there, no other process's, and what its backend carries."""
 
+import os
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from fxpipe.errors import DeviceError
 from fxpipe.runtime.manifest import Manifest
@@ -10,14 +12,27 @@ from fxpipe.runtime.stream import Devices, parse_devices
 
 
 def device_of(manifest: Manifest, devices: Devices | None, rank: int) -> torch.device:
-    """What `devices` names, or else what the package was compiled for. Raises DeviceError."""
-    found = parse_devices(manifest.devices[rank] if devices is None else devices)
+    """What `devices` names, or else what the package was compiled for. Raises DeviceError.
+
+    Of a host's GPUs each process has the one that its `LOCAL_RANK` says.
+    """
+    if devices is None:
+        planned = manifest.devices[rank]
+        local = os.environ.get("LOCAL_RANK", str(rank))
+        devices = f"cuda:{local}" if planned.startswith("cuda") else planned
+    found = parse_devices(devices)
     if len(found) != 1:
         raise DeviceError(f"each process runs on one device, {len(found)} were given")
     (device,) = found
-    if not isinstance(device, torch.device) or device.type != "cpu":
+    if not isinstance(device, torch.device):
         raise DeviceError(
-            f"several processes run on CPUs only, this one's is {device}: give devices='cpu'"
+            f"each process runs on a whole device, {device} is a part of one: give "
+            "devices='cpu', or load the package in one process"
+        )
+    if device.type == "cuda" and not dist.is_nccl_available():
+        raise DeviceError(
+            f"processes on GPUs, as this one on {device}, speak by NCCL, which this torch was "
+            "built without: give devices='cpu', or load the package in one process"
         )
     return device
 

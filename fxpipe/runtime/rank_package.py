@@ -57,7 +57,10 @@ def load_rank(
     except FxpipeError as error:
         problem = str(error)
     ranks.agree(facts, problem)
+    ranks.agree({"kind of device": device.type}, None)
     refuse_shared(ranks.gather_world(stream.hardware(device)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     sharded = fully_shard and dp > 1
     pipe = DistributedPipeline(manifest, table, stages, device, buffers, ranks, outputs, sharded)
     if compile:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from fxpipe.runtime.gathers import with_gathers
 from fxpipe.runtime.manifest import UNKNOWN, Manifest, TensorSpec
 from fxpipe.runtime.meeting import Given
-from fxpipe.runtime.messages import Message, Row, check_messages, first_of, rank_rows
+from fxpipe.runtime.messages import Message, Row, Send, check_messages, first_of, rank_rows
 from fxpipe.runtime.portal import CALLER, Wire, Wires
 from fxpipe.runtime.posting import with_posts
 from fxpipe.runtime.reductions import reduction_order, with_reductions
@@ -75,6 +75,14 @@ class RankPlan:
             rows = tuple(first_of(row, m) for row in rows)
             self._rows[key] = with_posts(rows, table, self._held(table, backward), self._bytes)
         return self._rows[key]
+
+    @property
+    def routes(self) -> set[tuple[int, int]]:
+        """The source and target of all messages."""
+        m = self._schedule.n_microbatches
+        rows = [*self.rows(m, True, True), *self.rows(m, False, False)]
+        sends = [item.message for row in rows for item in row if isinstance(item, Send)]
+        return {(message.source, message.target) for message in sends}
 
     def _held(self, table: Schedule, backward: bool) -> list[list[float]]:
         """The bytes that each rank's stages hold during each of its actions, as planned."""

@@ -28,13 +28,14 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.tensor import DTensor
 
 from fxpipe.errors import DeviceError, InputError, PackageError, StageError
+from fxpipe.runtime import stream
 from fxpipe.runtime.board import Board
 from fxpipe.runtime.dtensors import whole
 from fxpipe.runtime.failures import Failures
 from fxpipe.runtime.last_words import last_words
 from fxpipe.runtime.mesh import mesh_of
 from fxpipe.runtime.progress import Progress
-from fxpipe.runtime.rendezvous import join
+from fxpipe.runtime.rendezvous import backend, join
 
 T = TypeVar("T")
 Job = Callable[[], object]
@@ -182,7 +183,9 @@ class Ranks:
         """A group of these ranks of the world, None on others; all make it together."""
         made: list[Any] = []
         self.together(
-            lambda: made.append(dist.new_group(list(members), backend="gloo", timeout=_UNLIMITED))
+            lambda: made.append(
+                dist.new_group(list(members), backend=backend(), timeout=_UNLIMITED)
+            )
         )
         if self.world_rank not in members:
             return None
@@ -200,11 +203,10 @@ class Ranks:
         """How many of the processes share this machine."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
 
-    @property
-    def mesh(self) -> DeviceMesh:
+    def mesh(self, kind: str) -> DeviceMesh:
         """The processes as a mesh of dimensions "dp" and "pp"; all ask for it together."""
         found: list[DeviceMesh] = []
-        self.together(lambda: found.append(mesh_of(self.dp, self.size)))
+        self.together(lambda: found.append(mesh_of(kind, self.dp, self.size)))
         self._waited += [g for g in found[0].get_all_groups() if g not in self._waited]
         return found[0]
 
@@ -246,9 +248,12 @@ class Ranks:
     def begin(self, collective: Job) -> threading.Event:
         """Begin what all ranks run, after all that was begun before; the event says it is done."""
         done = threading.Event()
+        # On a GPU it follows what the caller has launched, and the caller goes on after it.
+        streams = stream.current_streams()
 
         def job() -> None:
-            collective()
+            with stream.use_streams(streams):
+                collective()
             done.set()
 
         self._collectives.put(job)

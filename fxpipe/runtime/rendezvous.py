@@ -10,6 +10,7 @@ import secrets
 import time
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -24,7 +25,13 @@ def join(timeout: timedelta) -> None:
     """
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     store = apart(PrefixStore("fxpipe", store), rank, size, timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def backend() -> str:
+    """What carries tensors on each kind of device that is here."""
+    gpus = torch.cuda.is_available() and dist.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if gpus else "gloo"
 
 
 def apart(store: Store, rank: int, size: int, timeout: timedelta) -> Store:

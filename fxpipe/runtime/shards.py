@@ -67,7 +67,7 @@ class Shards:
         for first, found in places.items():
             users = tuple(dict.fromkeys(j for j, _ in found))
             together.setdefault((users, held(first).dtype), []).append(first)
-        mesh = ranks.mesh["dp"]
+        mesh = ranks.mesh(stages[0].device.type)["dp"]
         self._uses = [
             _Use(Shard([modules[j] for j in users], [*map(held, names)], mesh), users)
             for (users, _), names in together.items()

@@ -496,6 +496,30 @@ def threads_left(folder: Path) -> int:
     return len(os.listdir("/proc/self/task")) - before
 
 
+def on_gpus(folder: Path, name: str, m: int, dp: int, fully_shard: bool = False) -> str:
+    """Two steps on a GPU each, of which the second knows what the ranks send each other."""
+    toy = toys.TOYS[name]
+    device = f"cuda:{torch.distributed.get_rank()}"
+    model, pipe = pair(folder, toy, devices=device, dp=dp, fully_shard=fully_shard)
+    for _ in range(2):
+        torch.manual_seed(3)
+        expected = toys.plain_step(toy, model, toy.inputs(), m, name == "noisy")
+        inputs = toy.inputs()
+        if dp > 1:
+            inputs = tuple(x.chunk(dp)[pipe._ranks.replica] for x in inputs)
+        torch.manual_seed(3)
+        loss = pipe.step(*inputs, loss_fn=toys.mean_loss)
+        if name != "noisy":  # other random numbers than a CPU's
+            assert toys.same(loss, expected)
+    if name != "noisy":
+        toys.assert_same_state(pipe, model)
+    pipe.clip_grad_norm_(1.0)
+    pipe.eval()
+    with torch.no_grad():
+        pipe(*inputs)
+    return "equal"
+
+
 def told(folder: Path, batches: Sequence[int]) -> int:
     """How often steps of these batch sizes made the ranks tell each other dtypes."""
     _, pipe = pair(folder, toys.SKIPS)

@@ -4,7 +4,7 @@ import pytest
 from test_messages import wires_of
 
 from fxpipe.passes import order
-from fxpipe.runtime.messages import Message, Post, Receive, Row, arrivals, rank_rows
+from fxpipe.runtime.messages import Free, Message, Post, Receive, Row, arrivals, rank_rows
 from fxpipe.runtime.posting import with_posts
 from fxpipe.schedule import Action, Kind, Schedule
 
@@ -42,6 +42,20 @@ def test_1f1b_has_room_for_one_more_while_a_micro_batch_is_in_flight():
     assert shown(first) == "+ 0F0 0F1 - 0B0 + 0F2 - 0B1 + 0F3 - 0B2 + - 0B3"
     # The next value comes while the one before is in its backward.
     assert shown(second) == "+ + - 1F0 1B0 + - 1F1 1B1 + - 1F2 1B2 - 1F3 1B3"
+
+
+def test_what_stands_between_an_action_and_its_sends_is_no_place_of_its_own():
+    table = Schedule.from_csv("0F0,0F1,2F0,2F1\n1F0,1F1\n")
+    last = Action(0, Kind.FORWARD, 1)
+    rows = tuple(
+        tuple(each for item in row for each in ((item, Free(0)) if item == last else (item,)))
+        for row in rank_rows(table, wires_of(3), (0, 1, 0), [])
+    )
+    kept = [[10.0] * len(row) for row in table.rows]
+    first, second = with_posts(rows, table, kept, lambda message: MESSAGE)
+    assert [item for item in first if not isinstance(item, Post)] == list(rows[0])
+    assert shown(first) == "0F0 0F1 + - 2F0 + - 2F1"
+    assert shown(second) == "+ - 1F0 + - 1F1"
 
 
 def test_gpipe_posts_all_values_while_little_is_saved_yet():

@@ -834,7 +834,7 @@ def same(found: Tensor | None, expected: Tensor | None) -> bool:
     """Equal to 1e-10 of the largest value; 1e-14 is zero, as a bias before batch norm gets."""
     if found is None or expected is None:
         return found is expected
-    found, expected = _whole(found.detach()), expected.detach()
+    found, expected = _whole(found.detach()).cpu(), expected.detach()
     limit = 1e-10 * max(1e-4, float(expected.abs().max()))
     return found.shape == expected.shape and bool(((found - expected).abs() <= limit).all())
 
