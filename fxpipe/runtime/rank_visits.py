@@ -16,6 +16,7 @@ from fxpipe.errors import InputError
 from fxpipe.runtime import microbatch
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.fit import sizes_of
+from fxpipe.runtime.mailbox import StoppedError
 from fxpipe.runtime.meeting import Given, Word, agreed
 from fxpipe.runtime.overflow import spread_overflow
 from fxpipe.runtime.pipeline import Visit
@@ -49,10 +50,10 @@ def begin(pipe: "DistributedPipeline", first: Visit, m: int) -> ReplicatedCall:
     what = f"{m} closures" if grad else f"{m} closures without gradients"
     ranks.progress.begin("step of closures")
     with ranks.telling():
-        words = ranks.gather(Word(what, pipe.training, given, None, None))
-        samples = ranks.gather(sampled(0, first.piece))
-    agreed(words, ranks.size)
-    refuse_differing(samples)
+        word = Word(what, pipe.training, given, None, None)
+        found = ranks.gather((word, sampled(0, first.piece)))
+    agreed([word for word, _ in found], ranks.size)
+    refuse_differing([samples for _, samples in found])
     rows = pipe._plan.rows(m, pipe.training, grad, everywhere=True)
     wires = pipe._plan.wires(pipe.training)
     elsewhere = [j for j, home in enumerate(pipe._homes[:-1]) if home != ranks.rank]
@@ -67,13 +68,16 @@ def run(
     ranks, grad = pipe._ranks, torch.is_grad_enabled()
     step = Step(call, lambda i: None, table.split)
     rows = pipe._plan.rows(call.m, pipe.training, grad, everywhere=True)
+
+    def meanwhile(done: threading.Event) -> None:
+        with _watched(ranks, call.stop):
+            conduct()
+        ranks.wait(done)
+
     with ranks.telling():
-        with (
-            pipe._collected() if grad else nullcontext(),
-            _watched(ranks, call.stop),
-        ):
+        with pipe._collected() if grad else nullcontext():
             # A closure's micro-batch may have any sizes: each message tells its own.
-            pipe._exchange(step, call, rows, None, lambda message: None, lambda done: conduct())
+            pipe._exchange(step, call, rows, None, lambda message: None, meanwhile)
         if grad and _scales():
             spread_overflow([*pipe.parameters()], ranks)
         samples = ranks.gather(call.samples)
@@ -87,9 +91,9 @@ def _scales() -> bool:
 
 @contextmanager
 def _watched(ranks: Ranks, stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` if a rank fails while the block runs. Then raises StageError at its end.
+    """Call `stop` if a rank fails while the block runs; then raises StageError at its end.
 
-    The block itself may stand in a closure, or wait for this rank's lane.
+    The block may stand in a closure, or wait for this rank's lane.
     """
     done = threading.Event()
     heard: list[BaseException] = []
@@ -105,6 +109,9 @@ def _watched(ranks: Ranks, stop: Callable[[], None]) -> Iterator[None]:
     thread.start()
     try:
         yield
+    except StoppedError:
+        if not heard:
+            raise
     finally:
         done.set()
         thread.join()
