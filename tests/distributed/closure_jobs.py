@@ -238,3 +238,9 @@ def clipped(folder: Path) -> str:
     toys.assert_same_state(pipe, model)
     toys.assert_same_state(program, expected)
     return "equal"
+
+
+def replicated(folder: Path) -> str:
+    """The error of closures around two replicas."""
+    pipe = load(folder, distributed=True, dp=2).double()
+    return error_of(lambda: Runner(4).step(lambda x: pipe(x), *toys.CHAIN.inputs()))

@@ -135,3 +135,9 @@ def test_a_tie_across_the_edge_of_a_part_is_refused(two, tmp_path):
     error, other = two.run(jobs.refused, tmp_path)
     assert error == other
     assert "head.weight, outside of the pipeline, is tied to body.2.weight in it" in error
+
+
+def test_closures_around_replicas_are_refused(four, tmp_path):
+    toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
+    errors = four.run(closure_jobs.replicated, tmp_path)
+    assert all("run around one pipeline, not 2 replicas of it" in error for error in errors)
