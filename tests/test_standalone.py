@@ -13,6 +13,7 @@ import pytest
 import torch
 from flat import compile_flat
 from ruff import find_ruff_bin
+from safetensors.torch import load_file
 
 import fxpipe
 from fxpipe.edits import Edits, edits
@@ -64,6 +65,7 @@ pipe.step(given["x"], loss_fn=lambda output, _: output.square().mean())
 assert all(parameter.grad is not None for parameter in pipe.parameters())
 pipe.load_state_dict(given["weights"])
 torch.save(pipe.eval()(given["x"]), "found.pt")
+pipe.save_weights("saved.safetensors")
 for wrong in (lambda: pipe(given["x"][:0]), lambda: pipe.load_weights("model.safetensors")):
     try:
         wrong()
@@ -79,6 +81,9 @@ for wrong in (lambda: pipe(given["x"][:0]), lambda: pipe.load_weights("model.saf
     )
     assert done.returncode == 0, done.stderr
     torch.testing.assert_close(torch.load(tmp_path / "found.pt"), model(x))
+    saved, state = load_file(tmp_path / "saved.safetensors"), model.state_dict()
+    assert saved.keys() == state.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in state.items())
     assert "a batch of 0 rows can't be cut into micro-batches" in done.stdout
     assert "pip install safetensors" in done.stdout
 
