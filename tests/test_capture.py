@@ -275,6 +275,20 @@ def test_what_a_forward_prints_is_no_hindrance(capsys):
     capture(Talks(), (torch.randn(4, 6),), {})
 
 
+def test_a_tensor_is_unpacked_by_one_op_whose_backward_is_one():
+    class Heads(nn.Module):
+        def forward(self, x):
+            query, key = x.unflatten(1, (2, 3)).transpose(0, 1)
+            for row in query.T:
+                key = key * row[:, None]
+            return key
+
+    captured = capture(Heads(), (torch.randn(4, 6),), {})
+    words = [str(node.target) for node in captured.graph.nodes if node.op == "call_method"]
+    assert words == ["unflatten", "transpose", "unbind", "unbind"]
+    assert captured.checked == "train and eval"
+
+
 def test_checkpoint_regions_are_opened():
     class Checkpointed(models.Chain):
         def forward(self, x):

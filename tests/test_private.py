@@ -15,6 +15,7 @@ PRIVATE = {
     "torch._dynamo.variables.misc.produce_trampoline_autograd_apply": "capture/dynamo.py",
     "torch._dynamo.variables.builtin.SetAttrBuiltinVariable._call_setattr": "capture/rules.py",
     "torch._dynamo.variables.constant.ConstantVariable.create": "capture/rules.py",
+    "torch._dynamo.variables.tensor.TensorVariable.unpack_var_sequence": "capture/rules.py",
     "torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function": "capture/rules.py",
     "torch._dynamo.exc.TorchDynamoException": "capture/dynamo.py",
     "torch._dynamo.config.ignore_logging_functions": "capture/dynamo.py",

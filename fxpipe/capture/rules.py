@@ -11,13 +11,19 @@ import torch
 
 @contextmanager
 def more_rules() -> Iterator[None]:
-    """Calls that change nothing here are traced, though Dynamo refuses them."""
+    """Calls that change nothing here are traced, though Dynamo refuses them.
+
+    And a tensor is unpacked by one op, as torch does it: Dynamo's own indices, one for each item,
+    take more ops in backward, each of which makes a whole gradient.
+    """
     from torch._dynamo.variables.builtin import SetAttrBuiltinVariable
     from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     set_attribute = SetAttrBuiltinVariable._call_setattr
     call = TorchInGraphFunctionVariable.call_function
+    unpack = TensorVariable.unpack_var_sequence
 
     @wraps(set_attribute)
     def setting(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
@@ -32,7 +38,19 @@ def more_rules() -> Iterator[None]:
         given = {k: v for k, v in kwargs.items() if not (k == "generator" and _is(v, None))}
         return call(self, tx, args, given)
 
+    @wraps(unpack)
+    def unpacking(self: Any, tx: Any, idxes: Any = None) -> Any:
+        """`a, b = x`, or `for a in x`, is `x.unbind(0)`."""
+        if type(self) is not TensorVariable:
+            return unpack(self, tx, idxes)
+        rows = self.call_method(tx, "unbind", [ConstantVariable.create(0)], {})
+        items = rows.unpack_var_sequence(tx)
+        if idxes is not None and len(items) != len(idxes):
+            return unpack(self, tx, idxes)  # which says so
+        return items
+
     with (
+        patch.object(TensorVariable, "unpack_var_sequence", unpacking),
         patch.object(SetAttrBuiltinVariable, "_call_setattr", setting),
         patch.object(TorchInGraphFunctionVariable, "call_function", calling),
     ):
