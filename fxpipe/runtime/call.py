@@ -1,7 +1,7 @@
 """What the lanes share during one call: where values, gradients and random numbers go."""
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -101,11 +101,21 @@ class Call:
             return _UNSEEN
         return self._recorder.span(self.lane(j), str(name), kind)
 
-    def beside(self, j: int, name: str) -> AbstractContextManager[None]:
-        """The block is what goes on as `name` beside what stage j's lane does."""
-        if self._recorder is None:
-            return _UNSEEN
-        return self._recorder.copying(self.lane(j), name, stream.current_stream(self.device(j)))
+    @contextmanager
+    def beside(self, j: int, name: str) -> Iterator[None]:
+        """The block, on another thread, is what goes on as `name` beside stage j's lane."""
+        with ExitStack() as stack:
+            if self._recorder is not None:
+                on = stream.current_stream(self.device(j))
+                stack.enter_context(self._recorder.copying(self.lane(j), name, on))
+            if self._links.memory is not None:
+                stack.enter_context(self._links.memory.beside(self.lane(j)))
+            yield
+
+    def resized(self, j: int, tensors: Iterable[Tensor]) -> None:
+        """Stage j's lane has got room for `tensors`, or let go of some."""
+        if self._links.memory is not None:
+            self._links.memory.resized(self.lane(j), tensors)
 
     def check(self, lane: int) -> None:
         """Raise StoppedError if the lane shall not begin anything more."""

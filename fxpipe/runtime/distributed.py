@@ -126,7 +126,8 @@ class DistributedPipeline(Pipeline):
 
     def shard(self) -> None:
         """Share parameters out over the replicas, which are equal: each holds its part alone."""
-        self._shards = Shards(self._ranks, self._stages, first_names(self._manifest))
+        names, mesh = first_names(self._manifest), self.mesh["dp"]
+        self._shards = Shards(self._ranks, self._stages, names, mesh)
         for name, share in self._shards.parameters.items():
             put(self, name, share)
         self._state.bind(self)
@@ -472,6 +473,9 @@ class DistributedPipeline(Pipeline):
             room = stream.capacities(places)[:1]
             own = Schedule((self._schedule.rows[self._ranks.rank],))
             factor = self._manifest.optimizer.factor
+            if self._shards is not None:
+                # What was gathered, its gradients, and shares of all.
+                factor = 1 + (1 + factor) / self._ranks.dp
             check_room(own, self._everywhere, room, rows / planned, factor)
             self._fits = rows
 

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,16 @@ class Memory:
         }
         return [self._jobs.get(lane, job) for lane, job in enumerate(jobs)]
 
+    def beside(self, lane: int) -> AbstractContextManager[object]:
+        """What ops of the block make, on another thread than the lane's, is the lane's."""
+        return Counted(self._tally, lane, _nothing) if lane in self._jobs else nullcontext()
+
+    def resized(self, lane: int, tensors: Iterable[Tensor]) -> None:
+        """Storages have another size than before; `tensors` are in those that have one."""
+        if lane in self._jobs:
+            self._tally.drop_resized()
+            self._tally.add(lane, [*map(_local, tensors)])
+
     def sent(self, tensor: Tensor, source: int, target: int) -> Tensor:
         """What lane `target` gets of `tensor`, which lane `source` sends: a copy of its own."""
         if source == target or not {source, target} <= self._jobs.keys():
@@ -155,6 +165,15 @@ class Tally:
                     self._known[new.address] = new
                     self._held[lane] += new.n_bytes
             self.peaks[lane] = max(self.peaks[lane], self._held[lane])
+
+    def drop_resized(self) -> None:
+        """Count no more what has another size than when it was added."""
+        with self._lock:
+            for address, known in [*self._known.items()]:
+                storage = known()
+                if storage is not None and storage.nbytes() != known.n_bytes:
+                    del self._known[address]
+                    self._held[known.lane] -= known.n_bytes
 
 
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -208,9 +227,17 @@ def _tensors(node: Any) -> Iterator[Tensor]:
 def _state(stage: Stage) -> Iterator[Tensor]:
     yield from stage.module.buffers()
     for parameter in stage.module.parameters():
-        yield parameter
+        yield _local(parameter)
         if parameter.grad is not None:
-            yield parameter.grad
+            yield _local(parameter.grad)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What is here of it, if it is a DTensor, whose module takes long to import."""
+    return getattr(tensor, "to_local", lambda: tensor)()
+
+
+def _nothing() -> None: ...
 
 
 def _mib(n_bytes: int) -> str:

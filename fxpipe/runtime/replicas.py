@@ -90,7 +90,7 @@ class Replicas:
         """Begin to sum the gradients of stage j. Raises InputError if one is sparse."""
         module = self._modules[j]
         found = [module.get_parameter(name) for name in reversed(self._names[j])]
-        for parameters in _buckets([p for p in found if p.requires_grad]):
+        for parameters in buckets([p for p in found if p.requires_grad]):
             self._buckets.append(self._begin(parameters))
 
     def _begin(self, parameters: Sequence[nn.Parameter]) -> _Bucket:
@@ -133,7 +133,7 @@ def refuse_sparse(parameters: Iterable[nn.Parameter]) -> None:
         )
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Those of one dtype together, in buckets of BUCKET_BYTES or one larger parameter."""
     found: dict[torch.dtype, list[list[nn.Parameter]]] = {}
     sizes: dict[torch.dtype, int] = {}

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.messages import Free, Gather, Gathered, Item, Reduce
 from fxpipe.runtime.ranks import Ranks, wait_checking
-from fxpipe.runtime.replicas import kept_apart, refuse_sparse
+from fxpipe.runtime.replicas import buckets, kept_apart, refuse_sparse
 from fxpipe.runtime.shard import Shard
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.swapping import holder_of
@@ -47,9 +47,13 @@ class Shards:
     """
 
     def __init__(
-        self, ranks: Ranks, stages: Sequence[Stage], first_names: Mapping[str, str]
+        self,
+        ranks: Ranks,
+        stages: Sequence[Stage],
+        first_names: Mapping[str, str],
+        mesh: DeviceMesh,
     ) -> None:
-        """Share out what the stages hold, which is equal on all replicas."""
+        """Share out over `mesh` what the stages hold, which is equal on all replicas."""
         self._ranks = ranks
         modules = {stage.index: stage.module for stage in stages}
         places: dict[str, list[tuple[int, str]]] = {}
@@ -63,14 +67,14 @@ class Shards:
             assert parameter is not None
             return parameter
 
-        together: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
+        together: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for first, found in places.items():
             users = tuple(dict.fromkeys(j for j, _ in found))
-            together.setdefault((users, held(first).dtype), []).append(first)
-        mesh = ranks.mesh(stages[0].device.type)["dp"]
+            together.setdefault(users, []).append(held(first))
         self._uses = [
-            _Use(Shard([modules[j] for j in users], [*map(held, names)], mesh), users)
-            for (users, _), names in together.items()
+            _Use(Shard([modules[j] for j in users], bucket, mesh), users)
+            for users, parameters in together.items()
+            for bucket in buckets(parameters)
         ]
         self.parameters = {first: held(first) for first in places}
         self._pending: list[threading.Event] = []
@@ -117,34 +121,36 @@ class Shards:
             case Reduce(j):
                 self._reduce(j, call)
             case Free(j):
-                self._free(j)
+                self._free(j, call)
 
     def _gather(self, j: int, call: Call) -> None:
         self.gathered = True
         for use in self._of(j):
             use.now.add(j)
             if use.there is None:
-                use.there = self._begin(call, j, "gather", use.shard.gather)
+                use.there = self._begin(call, j, "gather", use.shard, use.shard.gather)
 
     def _reduce(self, j: int, call: Call) -> None:
         for use in self._of(j):
             if use.done(j):
                 refuse_sparse(use.shard.parameters)
-                self._pending.append(self._begin(call, j, "reduce", use.shard.reduce))
+                self._pending.append(self._begin(call, j, "reduce", use.shard, use.shard.reduce))
 
-    def _free(self, j: int) -> None:
+    def _free(self, j: int, call: Call) -> None:
         for use in self._of(j):
             if use.done(j):
                 use.shard.free()
+                call.resized(j, use.shard.parameters)
 
     def _of(self, j: int) -> list[_Use]:
         return [use for use in self._uses if j in use.stages]
 
     def _begin(
-        self, call: Call, j: int, name: str, collective: Callable[[], None]
+        self, call: Call, j: int, name: str, shard: Shard, collective: Callable[[], None]
     ) -> threading.Event:
         def job() -> None:
             with call.beside(j, f"{name} {j}"):
                 collective()
+            call.resized(j, shard.parameters)
 
         return self._ranks.begin(job)

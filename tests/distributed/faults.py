@@ -58,7 +58,9 @@ def run(case: str, rank: int, folder: Path) -> None:
         dist.init_process_group("gloo")
         if rank == 2:
             stop()
-    pipe = load(folder, distributed=True, timeout_s=TIMEOUT_S)
+    shares = {"dp": N, "fully_shard": True} if "gathering" in case else {}
+    package = folder / "replica" if shares else folder
+    pipe = load(package, distributed=True, timeout_s=TIMEOUT_S, **shares)
     assert isinstance(pipe, DistributedPipeline)
     pipe.double()
     pipe.step(x, loss_fn=toys.mean_loss)
@@ -70,11 +72,12 @@ def run(case: str, rank: int, folder: Path) -> None:
         checkpoint.save(folder / "last", pipe)
     in_stage = {"failed": (1, fail), "killed": (1, kill), "stopped": (1, stop)}
     in_stage |= {"keeper stopped": (0, stop), "slow": (1, doze), "told to end": (1, doze)}
+    in_stage |= {"killed gathering": (1, kill), "stopped gathering": (1, stop)}
     if (case, rank) == ("told to end", 2):
         threading.Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()
     harmed, harm = in_stage.get(case, (None, None))
     if rank == harmed and harm is not None:
-        *_, layer = pipe._stages[-1].module.modules()
+        *_, layer = pipe._stages[0].module.modules()
         layer.register_forward_pre_hook(at_third(harm))
     pipe.step(x, loss_fn=toys.mean_loss)
 

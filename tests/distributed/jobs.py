@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxpipe import checkpoint
 from fxpipe.errors import InputError, WeightsError
-from fxpipe.runtime import dtensors, load, ranks, saving
+from fxpipe.runtime import dtensors, load, ranks, replicas, saving
 from fxpipe.runtime.distributed import DistributedPipeline
 from fxpipe.runtime.random import microbatch_seeds
 
@@ -162,7 +163,8 @@ def shares(folder: Path, path: Path) -> tuple[dict[str, int], str]:
     Before, all that touches parameters goes as it does with the plain model.
     """
     toy = toys.SCALED
-    model, pipe = pair(folder, toy, dp=2, fully_shard=True)
+    with mock.patch.object(replicas, "BUCKET_BYTES", 400):  # several a stage
+        model, pipe = pair(folder, toy, dp=2, fully_shard=True)
     pipe.float().double()
     pipe.load_state_dict(model.state_dict())
     pieces = toy.inputs(10)[0].split([6, 4])
@@ -347,6 +349,21 @@ def looked_at(folder: Path, out: Path) -> tuple[int, int]:
     assert path.read_text()
     assert memory.peaks[0].measured_bytes
     return len(memory.peaks), len(pipe.devices)
+
+
+def shares_looked_at(folder: Path, out: Path) -> tuple[list[str], list[int]]:
+    """What a rank's trace shows beside its row, and its peaks without replicas and with shares."""
+    path = out / f"{torch.distributed.get_rank()}.json"
+    peaks = []
+    for fully_shard in (False, True):
+        _, pipe = pair(folder, toys.SKIPS, dp=2, fully_shard=fully_shard)
+        with pipe.trace(path):
+            pipe.step(*toys.SKIPS.inputs(), loss_fn=toys.mean_loss)
+        with pipe.memory() as memory:
+            pipe.step(*toys.SKIPS.inputs(), loss_fn=toys.mean_loss)
+        peaks.append(memory.peaks[0].measured_bytes or 0)
+    events = json.loads(path.read_text())["traceEvents"]
+    return [event["name"] for event in events if event.get("cat") == "copy"], peaks
 
 
 def outputs_on_all(folder: Path) -> str:

@@ -14,7 +14,13 @@ HERE = Path(__file__).parent
 CASES = (
     *("nothing", "failed", "killed", "stopped", "keeper stopped", "stopped outside"),
     *("stopped saving", "slow", "told to end", "absent", "elsewhere"),
+    *("killed gathering", "stopped gathering"),
 )
+
+
+# Parameters of stage 1 are gathered while 0F3 runs.
+ONE_RANK = ",".join(f"{j}F{i}" for j in range(3) for i in range(4)) + ","
+ONE_RANK += ",".join(f"{j}B{i}" for j in (2, 1, 0) for i in range(4)) + "\n"
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +28,8 @@ def ends(tmp_path_factory):
     """By case, the exit code of each of three ranks and what it has written."""
     folder = tmp_path_factory.mktemp("faults")
     toys.write(folder, toys.CHAIN, 4)
+    (folder / "replica").mkdir()
+    toys.write(folder / "replica", toys.CHAIN, 4, table=ONE_RANK, devices=(0, 0, 0))
     done = subprocess.run(
         [sys.executable, str(HERE / "faults.py"), str(folder), *CASES],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
@@ -86,6 +94,21 @@ def test_who_is_told_to_end_says_what_it_waits_for(ends):
         r"waits for 1F2: stage 1, micro-batch 2, from rank 1\n",
         text,
     )
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("killed gathering", "has lost another rank, whose process has ended"),
+        ("stopped gathering", r"rank 1 is in step 2 at 0F2, .*; no sign of life for \d+ s"),
+    ],
+)
+def test_a_replica_that_gathers_no_parameters_is_missed(ends, case, why):
+    for rank in (0, 2):
+        code, text = ends[case][rank]
+        assert code == 1
+        assert re.search(r"waits for the parameters of stage 1, from its replicas, for \d+ s", text)
+        assert re.search(why, text)
 
 
 def test_the_process_that_keeps_the_store_may_be_the_stopped_one(ends):
