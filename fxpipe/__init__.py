@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fxpipe.memory import without_memory
     from fxpipe.package import Package
     from fxpipe.runtime import Pipeline, Runner, load, splice
+    from fxpipe.runtime.torch_pipelining import to_torch_pipelining
     from fxpipe.schedule import Schedule
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ __all__ = [
     "errors",
     "load",
     "splice",
+    "to_torch_pipelining",
     "without_memory",
 ]
 
@@ -44,6 +46,7 @@ _HOMES = {
     "Schedule": "fxpipe.schedule",
     "without_memory": "fxpipe.memory",
     "splice": "fxpipe.runtime",
+    "to_torch_pipelining": "fxpipe.runtime.torch_pipelining",
 }
 
 

@@ -34,6 +34,7 @@ from fxpipe.errors import WeightsError
 from fxpipe.runtime import weights
 from fxpipe.runtime.distributed import DistributedPipeline
 from fxpipe.runtime.dtensors import empty_beside
+from fxpipe.runtime.original import Original
 from fxpipe.runtime.ranks import Ranks
 
 # What separates a parameter's name from a key of its optimizer state: no name has it.
@@ -120,6 +121,11 @@ def load(path: str | Path, pipe: nn.Module, optimizer: torch.optim.Optimizer | N
 
 def _begin(pipe: nn.Module, work: str) -> Ranks | None:
     if not isinstance(pipe, DistributedPipeline):
+        if isinstance(pipe, Original) and pipe._elsewhere:
+            raise WeightsError(
+                "this process holds a part of the model's weights, others the rest: save its "
+                "state_dict() with torch.distributed.checkpoint, by all of them together"
+            )
         return None
     pipe._ranks.progress.begin(work)
     return pipe._ranks

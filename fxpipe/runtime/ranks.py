@@ -322,21 +322,7 @@ class Ranks:
 
     def agree(self, facts: Mapping[str, object], problem: str | None) -> None:
         """Raise, on all ranks, if one has a `problem`, or if their facts differ."""
-        found = self.gather_world((dict(facts), problem))
-        problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
-        if problems:
-            raise PackageError("\n".join(["the pipeline can't start:", *problems]))
-        differing = [
-            f"{name}: rank 0 has {found[0][0].get(name)}, rank {rank} has {other.get(name)}"
-            for rank, (other, _) in enumerate(found)
-            for name in {**found[0][0], **other}
-            if other.get(name) != found[0][0].get(name)
-        ]
-        if differing:
-            raise PackageError(
-                "\n  ".join(["the ranks of this pipeline differ:", *differing])
-                + "\ngive each the same package and the same versions"
-            )
+        refuse_differing(self.gather_world((dict(facts), problem)))
 
 
 def wait_checking(events: Iterable[threading.Event], check: Callable[[], None]) -> None:
@@ -366,4 +352,22 @@ def refuse_size(ranks: Ranks, n_devices: int) -> None:
             f"the package was compiled for {n_devices} devices, {ranks.size} processes run "
             f"it{of_each}: start {n_devices * ranks.dp} of them (torchrun --nproc-per-node "
             f"{n_devices * ranks.dp}), or compile with --devices {ranks.size}"
+        )
+
+
+def refuse_differing(found: Sequence[tuple[Mapping[str, object], str | None]]) -> None:
+    """Raise PackageError if a rank, in order, has a problem, or other facts than the first."""
+    problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
+    if problems:
+        raise PackageError("\n".join(["the pipeline can't start:", *problems]))
+    differing = [
+        f"{name}: rank 0 has {found[0][0].get(name)}, rank {rank} has {other.get(name)}"
+        for rank, (other, _) in enumerate(found)
+        for name in {**found[0][0], **other}
+        if other.get(name) != found[0][0].get(name)
+    ]
+    if differing:
+        raise PackageError(
+            "\n  ".join(["the ranks of this pipeline differ:", *differing])
+            + "\ngive each the same package and the same versions"
         )

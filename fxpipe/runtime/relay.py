@@ -25,8 +25,13 @@ class Relay:
         return *own, *arguments[self.n_inputs :]
 
 
-def relayed(manifest: Manifest, stages: Sequence[Stage]) -> tuple[Manifest, list[Stage]]:
-    """The plan and the stages with each portal in hops from stage to stage."""
+def relayed(
+    manifest: Manifest, stages: Sequence[Stage], *, inputs_to_end: bool = False
+) -> tuple[Manifest, list[Stage]]:
+    """The plan and the stages with each portal in hops from stage to stage.
+
+    With `inputs_to_end`, inputs that the model gives back go through all stages too.
+    """
     n = len(stages)
     made = {
         **{Wire(CALLER, i.value): OutputSpec(i.value, None, i.spec) for i in manifest.inputs},
@@ -41,8 +46,8 @@ def relayed(manifest: Manifest, stages: Sequence[Stage]) -> tuple[Manifest, list
         for port in stage.spec.inputs:
             last_reader[Wire(source_of(port.source), port.value)] = stage.index
     for output in manifest.outputs:
-        if output.stage is not None:
-            last_reader[Wire(output.stage, output.value)] = n
+        if output.stage is not None or inputs_to_end:
+            last_reader[Wire(source_of(output.stage), output.value)] = n
     relaying = []
     for stage in stages:
         j = stage.index
@@ -63,7 +68,7 @@ def relayed(manifest: Manifest, stages: Sequence[Stage]) -> tuple[Manifest, list
         relaying.append(replace(stage, spec=spec, relay=relay))
     outputs = tuple(
         o
-        if o.stage in (None, n - 1)
+        if o.stage == n - 1 or (o.stage is None and not inputs_to_end)
         else replace(o, stage=n - 1, value=_relayed(Wire(source_of(o.stage), o.value)))
         for o in manifest.outputs
     )

@@ -136,11 +136,11 @@ def write(
         stage = scope[f"Stage{j}"]().double()
         names = _arguments(scope[f"Stage{j}"], source)
         keys = list(zip(part.sources, names, strict=True))
-        with torch.no_grad():
-            returned = stage(*(at_hand[key] for key in keys))
+        returned = stage(*(at_hand[key] for key in keys))
         returned = returned if isinstance(returned, tuple) else (returned,)
         for value, tensor in zip(part.outputs, returned, strict=True):
-            at_hand[j, value], values[j, value] = tensor, _spec(tensor)
+            at_hand[j, value] = tensor
+            values[j, value] = _spec(tensor, grad=tensor.requires_grad)
         stages.append(
             StageSpec(
                 f"stage_{j}.py",
