@@ -12,6 +12,7 @@ from fxpipe.passes import search_kernel as kernel
 from fxpipe.passes.partition_path import Path
 from fxpipe.passes.search_chain import chain_arrays, links_of
 from fxpipe.passes.search_cut_kernel import cut
+from fxpipe.passes.search_shift_kernel import best_shift
 from fxpipe.passes.simulate import rows_of
 from fxpipe.passes.simulate_kernel import run
 from fxpipe.schedule import Schedule
@@ -81,6 +82,9 @@ class Judge:
         self.capacity = np.array(problem.capacity_bytes, np.int64)
         self.edges = np.array(problem.edges, np.int64)
         self.prices = self._prices()
+        sums = self.chain.forward_before, self.chain.backward_before, self.chain.weight_before
+        message_ms = self.chain.crossing / problem.network.link.bytes_per_ms
+        self.by_place = tuple(costs[self.edges] for costs in (*sums, message_ms))
         self._rows: dict[int, tuple[Schedule, Any]] = {}
 
     def _prices(self) -> list[float]:
@@ -134,25 +138,12 @@ class Judge:
         worth = int(over), float(step_ms)
         return Found(worth, candidate, numbers, found.split, rank, room, ran, work)
 
-    def critical_ms(self, found: Found, paths: Sequence[Path]) -> NDArray[np.float64]:
-        """How long what the step `found` hangs on would take with the bounds elsewhere."""
-        kinds, stages, ends, waited_for = (found.ran[k] for k in (1, 2, 5, 6))
-        device_of = np.array(found.candidate.device_of)
-        counts, messages = kernel.critical_counts(kinds, stages, ends, waited_for, device_of)
-        places = self.edges[np.array(paths)]
-        forward, backward, weight = (
-            np.diff(before[places])
-            for before in (
-                self.chain.forward_before,
-                self.chain.backward_before,
-                self.chain.weight_before,
-            )
-        )
-        ms = forward @ counts[0] + backward @ (counts[1] + counts[2])
-        ms += weight @ (counts[3] - counts[2])
-        sent = self.problem.network.link.bytes_per_ms
-        ms += self.chain.crossing[places[:, 1:-1]] @ messages[:-1] / sent
-        return ms  # type: ignore[no-any-return]
+    def shifted(self, found: Found, n_drawn: int, seed: int) -> Path:
+        """The bounds of `found` moved as, of so many moves, does its step the most good."""
+        candidate = found.candidate
+        path, device_of = np.array(candidate.path), np.array(candidate.device_of)
+        best = best_shift(path, n_drawn, seed, found.ran, device_of, self.by_place)
+        return tuple(best.tolist())
 
     def _following(self, candidate: Candidate, table: Schedule) -> Found:
         split = np.zeros(len(candidate.device_of), np.bool_)

@@ -64,24 +64,6 @@ def latest_starts(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def critical_counts(kinds, stages, ends, waited_for, device_of):  # type: ignore[no-untyped-def]
-    """What the path holds that a step's length hangs on.
-
-    How often F, B, I and W of each stage, and how often a message between a stage and the next.
-    """
-    n_stages = len(device_of)
-    counts, messages = np.zeros((4, n_stages)), np.zeros(n_stages)
-    action = np.argmax(ends)
-    while action >= 0:
-        j = stages[action]
-        counts[kinds[action], j] += 1
-        action = waited_for[action]
-        if action >= 0 and device_of[stages[action]] != device_of[j]:
-            messages[min(j, stages[action])] += 1
-    return counts, messages
-
-
-@compiled
 def judge(ran, n_needed, capacity):  # type: ignore[no-untyped-def]
     """How many bytes a step is over the capacity, and its ms; over by all there is if it stuck."""
     if len(ran[0]) < n_needed:

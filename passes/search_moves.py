@@ -3,10 +3,8 @@
 from dataclasses import replace
 from random import Random
 
-from fxpipe.passes.partition_path import Path, in_proportion, spread
 from fxpipe.passes.search_judge import Candidate, Found, Judge, SearchProblem
 
-_FARTHEST = 10
 _DRAWN = (1, 4, 16, 16)  # ways to move bounds that one is chosen of
 
 
@@ -25,10 +23,7 @@ def moved(found: Found, judge: Judge, random: Random) -> Candidate:
         return _placed(candidate, problem, random)
     # Where it does not fit, the step's length says nothing.
     n_drawn = 1 if found.worth[0] else random.choice(_DRAWN)
-    paths = [_shifted(candidate.path, random) for _ in range(n_drawn)]
-    paths = [path for path in paths if path != candidate.path] or paths[:1]
-    ms = judge.critical_ms(found, paths)
-    return replace(candidate, path=paths[int(ms.argmin())])
+    return replace(candidate, path=judge.shifted(found, n_drawn, random.randrange(2**31)))
 
 
 def _priced(prices: tuple[int, ...], n_prices: int, random: Random) -> tuple[int, ...]:
@@ -64,20 +59,3 @@ def _placed(candidate: Candidate, problem: SearchProblem, random: Random) -> Can
     if len(set(device_of)) < p:  # every device has a stage
         return candidate
     return replace(candidate, path=tuple(path), device_of=tuple(device_of), prices=tuple(prices))
-
-
-def _shifted(path: Path, random: Random) -> Path:
-    """Bounds moved: one by some places with the others in proportion, or a few together."""
-    end, n = path[-1], len(path) - 1
-    j = random.randrange(1, n)
-    step = random.choice((-1, 1)) * random.randint(1, _FARTHEST)
-    moved = [*path]
-    kind = random.random()
-    if kind < 0.4:  # the others in proportion
-        to = min(max(path[j] + step, j), end - (n - j))
-        moved = in_proportion(path, j, to)
-    else:  # one alone, or a few together
-        last = j if kind < 0.7 else random.randrange(j, n)
-        for k in range(j, last + 1):
-            moved[k] += step
-    return spread(moved, end)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
+import numpy as np
 import pytest
 from chains import KIB, block, plain, random_chain
 
@@ -17,6 +18,7 @@ from fxpipe.passes.partition_costs import evaluate
 from fxpipe.passes.partition_path import even_path
 from fxpipe.passes.search import Search, table_of
 from fxpipe.passes.search_judge import Candidate, Judge, SearchProblem, shapes
+from fxpipe.passes.search_shift_kernel import critical_counts, critical_ms
 from fxpipe.schedule import Schedule
 
 ROOMY = 2**40
@@ -173,15 +175,31 @@ def test_what_does_not_fit_is_computed_again() -> None:
     assert any(plan.segments)
 
 
-def test_what_a_step_hangs_on_adds_up_to_it() -> None:
-    chain = random_chain(Random(3), 24, n_skips=2)
-    asked = problem(chain, 3, 6, network=Network(Link(0.0, 1e6)))
-    judge = Judge(asked)
-    found = judge(Candidate(even_path(chain, asked.edges, 6), (0, 1, 2) * 2, (0,) * 6), (1,), 1)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_step_hangs_on_adds_up_to_it(seed: int) -> None:
+    chain = random_chain(Random(seed), 24)
+    judge = Judge(problem(chain, 3, 6, network=Network(Link(0.0, 1e6))))
+    candidate = Candidate(even_path(chain, judge.problem.edges, 6), (0, 1, 2) * 2, (0,) * 6)
+    found = judge(candidate, (1,), 1)
 
-    # A skip's message may be longer than the one to the next stage that is counted in its place.
-    [told] = judge.critical_ms(found, [found.candidate.path])
-    assert told == pytest.approx(found.worth[1], rel=0.03)
+    counts = critical_counts(*(found.ran[k] for k in (1, 2, 5, 6)), np.array(candidate.device_of))
+
+    told = critical_ms(np.array(candidate.path), *counts, *judge.by_place)
+    assert told == pytest.approx(found.worth[1])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bounds_move_and_every_stage_keeps_an_atom(seed: int) -> None:
+    chain = random_chain(Random(seed), 12)
+    judge = Judge(problem(chain, 2, 2))
+    path = even_path(chain, judge.problem.edges, 4)
+    found = judge(Candidate(path, (0, 1) * 2, (0,) * 4), (1,), 1)
+
+    moved = judge.shifted(found, 1 + seed % 4, seed)
+
+    assert (moved[0], moved[-1], len(moved)) == (path[0], path[-1], len(path))
+    assert all(a < b for a, b in pairwise(moved))
+    assert moved == judge.shifted(found, 1 + seed % 4, seed)
 
 
 def test_a_search_tells_of_each_better_step() -> None:
