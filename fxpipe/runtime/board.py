@@ -23,6 +23,7 @@ _LOOK_S = 0.3  # how often it looks for a failure, and posts where its rank is
 _SILENT_S = 2.0  # how long a rank that lives is never silent
 _ANSWER_S = 3.0  # how long the store may take to answer
 _END_S = 0.2  # how long the thread may take to end
+_ABSENT = b"0 has not come"
 
 
 class Board:
@@ -117,14 +118,13 @@ class Board:
 
     def _posts(self, store: Store) -> list[tuple[int, str]]:
         """Of each rank, how often it has posted, and what it did last."""
-        posts = []
-        for rank in range(self.size):
-            if store.check([_key(rank)]):
-                beat, _, line = store.get(_key(rank)).decode().partition(" ")
-                posts.append((int(beat), line))
-            else:
-                posts.append((0, "has not come"))
-        return posts
+        keys = [_key(rank) for rank in range(self.size)]
+        if store.check(keys):
+            found = store.multi_get(keys)
+        else:
+            found = [store.get(key) if store.check([key]) else _ABSENT for key in keys]
+        parts = [text.decode().partition(" ") for text in found]
+        return [(int(beat), line) for beat, _, line in parts]
 
     def _look(self, store: Store) -> None:
         if self.failure is None and store.check(["failed"]):

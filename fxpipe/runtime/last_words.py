@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ def last_words(words: Callable[[], str]) -> Iterator[None]:
         return
 
     def end(number: int, _: FrameType | None) -> None:
-        print(words(), file=sys.stderr, flush=True)
+        os.write(2, f"{words()}\n".encode())  # the interrupted code may be printing
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

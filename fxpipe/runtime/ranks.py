@@ -126,8 +126,8 @@ class Ranks:
 
         StageError if the other ranks don't come.
         """
-        if not timeout_s > 0:
-            raise InputError(f"timeout_s is {timeout_s}: give a number of seconds above 0")
+        if not 0 < timeout_s <= _UNLIMITED.total_seconds():
+            raise InputError(f"timeout_s is {timeout_s}: give seconds above 0, at most a year's")
         if not dist.is_available():
             raise InputError("this torch was built without torch.distributed")
         if not dist.is_initialized():

@@ -58,9 +58,10 @@ def run(case: str, rank: int, folder: Path) -> None:
         dist.init_process_group("gloo")
         if rank == 2:
             stop()
-    shares = {"dp": N, "fully_shard": True} if "gathering" in case else {}
-    package = folder / "replica" if shares else folder
-    pipe = load(package, distributed=True, timeout_s=TIMEOUT_S, **shares)
+    shares = {"dp": N, "fully_shard": "gathering" in case}
+    of_replicas = case == "replica killed" or "gathering" in case
+    package, replicas = (folder / "replica", shares) if of_replicas else (folder, {})
+    pipe = load(package, distributed=True, timeout_s=TIMEOUT_S, **replicas)
     assert isinstance(pipe, DistributedPipeline)
     pipe.double()
     pipe.step(x, loss_fn=toys.mean_loss)
@@ -71,6 +72,7 @@ def run(case: str, rank: int, folder: Path) -> None:
             checkpoint.dcp_save = lambda *_, **__: stop()  # type: ignore[assignment]
         checkpoint.save(folder / "last", pipe)
     in_stage = {"failed": (1, fail), "killed": (1, kill), "stopped": (1, stop)}
+    in_stage |= {"replica killed": (1, kill)}
     in_stage |= {"keeper stopped": (0, stop), "slow": (1, doze), "told to end": (1, doze)}
     in_stage |= {"killed gathering": (1, kill), "stopped gathering": (1, stop)}
     if (case, rank) == ("told to end", 2):

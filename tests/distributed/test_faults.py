@@ -12,8 +12,8 @@ import toys
 
 HERE = Path(__file__).parent
 CASES = (
-    *("nothing", "failed", "killed", "stopped", "keeper stopped", "stopped outside"),
-    *("stopped saving", "slow", "told to end", "absent", "elsewhere"),
+    *("nothing", "failed", "killed", "replica killed", "stopped", "keeper stopped"),
+    *("stopped outside", "stopped saving", "slow", "told to end", "absent", "elsewhere"),
     *("killed gathering", "stopped gathering"),
 )
 
@@ -65,6 +65,14 @@ def test_a_killed_rank_is_missed_at_once(ends):
         assert "has lost rank 1, whose process has ended" in text
         assert re.search(waits, text)
         assert LAST_OF_1 in text
+
+
+def test_replicas_miss_one_that_is_killed(ends):
+    first, (code, _), last = ends["replica killed"]
+    assert code == -9
+    for code, text in (first, last):
+        assert code == 1
+        assert re.search(r"rank \d has lost .*, while it waits for the other ranks", text)
 
 
 def test_a_stopped_rank_is_missed_after_the_time_limit(ends):

@@ -16,6 +16,13 @@ def test_without_torchrun_the_error_says_how_to_start(tmp_path):
         load(tmp_path, distributed=True)
 
 
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan")])
+def test_a_time_limit_is_a_number_of_seconds(tmp_path, timeout_s):
+    toys.write(tmp_path, toys.CHAIN)
+    with pytest.raises(InputError, match=f"timeout_s is {timeout_s}: give seconds above 0"):
+        load(tmp_path, distributed=True, timeout_s=timeout_s)
+
+
 def test_another_number_of_processes_than_devices_is_refused(two, tmp_path):
     toys.write(tmp_path, toys.CHAIN)
     (error, other) = two.run(jobs.refused, tmp_path)
