@@ -10,14 +10,12 @@ long it waits already.
 import atexit
 import itertools
 import os
-import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -34,55 +32,16 @@ from fxpipe.runtime.dtensors import whole
 from fxpipe.runtime.failures import Failures
 from fxpipe.runtime.last_words import last_words
 from fxpipe.runtime.mesh import mesh_of
+from fxpipe.runtime.patience import LOOK_S, Patience, wait_checking
 from fxpipe.runtime.progress import Progress
 from fxpipe.runtime.rendezvous import backend, join
+from fxpipe.runtime.worker import Job, Trouble, Worker
 
 T = TypeVar("T")
-Job = Callable[[], object]
 
-_LOOK_S = 0.3  # how often one who waits looks for a failure
-_END_S = 0.2  # how long a thread may take to end; one that waits for a lost rank doesn't
 # Gloo's own limit: a receive is posted long before anybody waits for it.
 _UNLIMITED = timedelta(days=365)
 _loads = itertools.count()
-
-# What a worker has lost, and the error that said so.
-Trouble = list[tuple[str, BaseException]]
-
-
-class Worker:
-    """A thread that does what it is given, in order; `trouble` gets what is raised."""
-
-    def __init__(self, name: str, partner: str, trouble: Trouble) -> None:
-        """`partner` is whom it may wait for."""
-        self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        # The thread knows only its queue: what uses it can be collected while it idles.
-        thread = threading.Thread(
-            target=_work, args=(self._queue, partner, trouble), name=f"fxpipe {name}", daemon=True
-        )
-        thread.start()
-        weakref.finalize(self, _end, self._queue, thread)
-
-    def put(self, job: Job) -> None:
-        """Do this after all that was given before."""
-        self._queue.put(job)
-
-
-def _work(queue: SimpleQueue[Job | None], partner: str, trouble: Trouble) -> None:
-    while (job := queue.get()) is not None:
-        try:
-            job()
-        except BaseException as error:
-            trouble.append((partner, error))
-            return
-        del job
-
-
-def _end(queue: SimpleQueue[Job | None], thread: threading.Thread) -> None:
-    """Let the thread end, before Python does: torch's code in it can't be cut off."""
-    queue.put(None)
-    if thread is not threading.current_thread():
-        thread.join(_END_S)
 
 
 def _meet(timeout_s: float) -> None:
@@ -93,12 +52,6 @@ def _meet(timeout_s: float) -> None:
             f"rank {os.environ['RANK']}: the {os.environ.get('WORLD_SIZE')} processes did not meet "
             f"within {timeout_s:g} s: {str(error).partition(chr(10))[0]}"
         ) from error
-
-
-def _cause(error: RuntimeError) -> str:
-    """What gloo says, without where in its code and what to do about it."""
-    text = str(error).partition("\n")[0].partition(". This is typically")[0]
-    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", text)
 
 
 def _destroy(groups: Sequence[Any]) -> None:
@@ -141,8 +94,6 @@ class Ranks:
             atexit.register(_leave)
         self.world_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.progress = Progress()
-        self._timeout_s = timeout_s
-        self._late = False
         self._groups: list[Any] = []
         # Each has threads that wake up a hundred times a second.
         weakref.finalize(self, _destroy, self._groups)
@@ -152,15 +103,17 @@ class Ranks:
         store = PrefixStore(f"fxpipe/{next(_loads)}", _get_default_store())
         self._board = Board(store, self.world_rank, self.world_size, self.progress.__str__)
         weakref.finalize(self, self._board.close)
-        self._near = range(self.world_size)
         self._failures = Failures(self._board, self.progress, self._waited)
+        self._patience = Patience(
+            timeout_s, self._board, self.progress, self._failures, self._trouble
+        )
         self._await_all()
         self.world_group = self.new_group(range(self.world_size))
         _refuse_replicas(self.gather_world(dp), self.world_size)
         self.dp = dp
         self.size = self.world_size // dp
         self.replica, self.rank = divmod(self.world_rank, self.size)
-        self._near = range(self.in_world(0), self.in_world(self.size))
+        self._patience.near = range(self.in_world(0), self.in_world(self.size))
         places = torch.arange(self.world_size).view(dp, self.size)
         self.group = self._subgroup(places)
         self.replica_group = self._subgroup(places.T)
@@ -174,7 +127,7 @@ class Ranks:
             missing = "an answer of torch.distributed's store"
             if come is not None:
                 missing = f"{self.world_size - come} of {self.world_size} ranks to call load"
-            self._be_patient(missing)
+            self._patience.look(missing)
             time.sleep(0.02)
             come = self._board.count("come", 0)
         self.progress.wait_for(None)
@@ -262,30 +215,9 @@ class Ranks:
     def wait(self, done: threading.Event) -> None:
         """Return once `done` is set. Raises StageError if a rank fails meanwhile or is too late."""
         self._failures.refuse()
-        while not done.wait(_LOOK_S):
-            self._be_patient(self.progress.awaited())
+        while not done.wait(LOOK_S):
+            self._patience.look(self.progress.awaited())
         self.progress.wait_for(None)
-
-    def _be_patient(self, awaited: str | None) -> None:
-        """Go on waiting, unless a rank has failed or it takes too long: raises StageError."""
-        waited_s = self.progress.wait_for(awaited)
-        self._failures.look()
-        if self._trouble:
-            partner, error = self._trouble[0]
-            if not isinstance(error, RuntimeError):
-                raise error
-            raise self._failures.lose(
-                f"has lost {partner}, whose process has ended or can't be reached "
-                f"({_cause(error)}), while it {self.progress.waiting or 'waits for nothing'}",
-                1,
-                self._near,
-            )
-        late = waited_s > self._timeout_s / 2
-        if late and not self._late:
-            self._board.sample()
-        self._late = late
-        if waited_s > self._timeout_s:
-            raise self._failures.lose(str(self.progress.waiting), near=self._near)
 
     def lose(self, rank: int, error: RuntimeError) -> None:
         """Note what a wait for `rank` of this pipeline has raised: `wait` will say so."""
@@ -323,13 +255,6 @@ class Ranks:
     def agree(self, facts: Mapping[str, object], problem: str | None) -> None:
         """Raise, on all ranks, if one has a `problem`, or if their facts differ."""
         refuse_differing(self.gather_world((dict(facts), problem)))
-
-
-def wait_checking(events: Iterable[threading.Event], check: Callable[[], None]) -> None:
-    """Return once all are set; `check` may raise meanwhile."""
-    for event in events:
-        while not event.wait(_LOOK_S):
-            check()
 
 
 def _refuse_replicas(dps: Sequence[int], world_size: int) -> None:

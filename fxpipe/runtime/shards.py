@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.messages import Free, Gather, Gathered, Item, Reduce
-from fxpipe.runtime.ranks import Ranks, wait_checking
+from fxpipe.runtime.patience import wait_checking
+from fxpipe.runtime.ranks import Ranks
 from fxpipe.runtime.replicas import buckets, kept_apart, refuse_sparse
 from fxpipe.runtime.shard import Shard
 from fxpipe.runtime.stage import Stage
