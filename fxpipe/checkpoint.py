@@ -249,10 +249,12 @@ def _templates(
     found: dict[str, Any] = {}
     for key, stored in metadata.state_dict_metadata.items():
         own = key.removeprefix("optimizer.")
-        name = own.partition(_SLASH)[0]
+        name, _, field = own.partition(_SLASH)
         if own != key and name in parameters:
+            # A count of steps is no part of the parameter's, also where that has no dimensions.
+            beside = None if field == "step" else parameters[name]
             found[own] = (
-                empty_beside(parameters[name], stored.size, stored.properties.dtype)
+                empty_beside(beside, stored.size, stored.properties.dtype)
                 if isinstance(stored, TensorStorageMetadata)
                 else None
             )

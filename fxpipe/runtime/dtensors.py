@@ -44,8 +44,8 @@ def shared_like(held: Tensor, part: Tensor) -> Tensor:
     )
 
 
-def empty_beside(parameter: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Room for something of `parameter`'s, cut as it is if it has the same shape."""
+def empty_beside(parameter: Tensor | None, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Room for something of `parameter`'s, if of any, cut as it is if it has the same shape."""
     if isinstance(parameter, DTensor) and tuple(size) == tuple(parameter.shape):
         mesh, placements = parameter.device_mesh, parameter.placements
         return empty_dtensor(size, dtype=dtype, device_mesh=mesh, placements=placements)

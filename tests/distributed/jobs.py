@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import toys
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxpipe import checkpoint
@@ -191,10 +192,17 @@ def shares(folder: Path, path: Path) -> tuple[dict[str, int], str]:
     evaluate()
     step()
     step()
-    for each in (model, pipe):
-        optimizer = torch.optim.AdamW(each.parameters(), 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
+    plain, optimizer, again = (torch.optim.AdamW(m.parameters(), 0.05) for m in (model, pipe, pipe))
+    for each in (plain, optimizer):
+        each.step()
+    checkpoint.save(path.parent / "last", pipe, optimizer)
+    checkpoint.load(path.parent / "last", pipe, again)
+    counts = [state["step"] for state in again.state.values()]
+    assert counts
+    assert not any(isinstance(count, DTensor) for count in counts)
+    for each in (plain, again):
+        each.step()
+        each.zero_grad()
     evaluate()
     wholes: list[StorageWeakRef] = []
 
