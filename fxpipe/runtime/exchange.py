@@ -49,7 +49,6 @@ class _Posted:
     Without a tensor the message tells what it is, if there is any, in a header.
     """
 
-    message: Message
     layout: Layout | None
     tensor: Tensor | None = None
     header: Tensor | None = None
@@ -197,17 +196,17 @@ class Exchange:
     def _begun(self, message: Message) -> _Posted:
         if message.what == "random":
             tensor = torch.empty(_random_bytes(self._device), dtype=torch.uint8)
-            return _Posted(message, None, tensor, work=self._receiving(message, tensor, _KNOWN))
+            return _Posted(None, tensor, work=self._receiving(message, tensor, _KNOWN))
         shape = self._shape(message)
         if self._layouts is None or shape is None:
             header = torch.empty(3 + _DIMS, dtype=torch.int64)
-            return _Posted(message, None, None, header, self._receiving(message, header, _HEADER))
+            return _Posted(None, None, header, self._receiving(message, header, _HEADER))
         layout = self._layouts[message]
         if layout is None:
-            return _Posted(message, None)
+            return _Posted(None)
         tensor = torch.empty(shape, dtype=layout.dtype, device=self._device)
         work = self._receiving(message, tensor, _KNOWN) if tensor.numel() else None
-        return _Posted(message, layout, tensor, work=work)
+        return _Posted(layout, tensor, work=work)
 
     def _receiving(self, message: Message, tensor: Tensor, tag: int) -> Any:
         return self._transport.receive(tensor, message.source, tag)
