@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
@@ -27,12 +27,12 @@ from fxpipe.runtime.call import Call
 from fxpipe.runtime.closure import running
 from fxpipe.runtime.dtensors import is_cut, local, share_of
 from fxpipe.runtime.end import LossFn
-from fxpipe.runtime.exchange import Exchange, Layouts
+from fxpipe.runtime.exchange import DTYPES, Exchange, Layouts
 from fxpipe.runtime.fit import sizes_of
 from fxpipe.runtime.listeners import LISTENERS
 from fxpipe.runtime.mailbox import StoppedError
 from fxpipe.runtime.manifest import EstimateSpec, Manifest
-from fxpipe.runtime.meeting import Given, Word, agreed
+from fxpipe.runtime.meeting import Given, Word, Words, agreed
 from fxpipe.runtime.messages import Message, Post, Receive, Reduce, Row, Send
 from fxpipe.runtime.overflow import share_overflow
 from fxpipe.runtime.pipeline import Pipeline, Visit
@@ -115,6 +115,7 @@ class DistributedPipeline(Pipeline):
             self._replicas = Replicas(ranks, own, self._plan.order[rank], first, shared)
         self._shards: Shards | None = None
         self._transport = Transport(ranks, place(device), self._plan.routes)
+        self._words = Words(ranks)
         self._layouts: dict[object, Layouts] = {}
         LISTENERS.add(self)
 
@@ -317,10 +318,9 @@ class DistributedPipeline(Pipeline):
             except InputError as error:
                 problem = str(error)
             ambient = Ambient.capture()
-            parameters = [(str(p.dtype), p.requires_grad) for p in self.parameters()]
-            digest = hashlib.sha256(repr(parameters).encode()).hexdigest()
-            own = (ambient.autocast, digest, *kind)
-            words = self._ranks.gather_world(Word(what, self.training, given, problem, own))
+            parameters = tuple((p.dtype, p.requires_grad) for p in self.parameters())
+            own = (ambient.autocast, _digest(parameters), *kind)
+            words = self._words.gather(Word(what, self.training, given, problem, own))
         replicas = agreed(words, self._ranks.size)
         found = replicas[self._ranks.replica]
         # Sizes are no part of it: the shapes are the plan's.
@@ -495,14 +495,24 @@ class DistributedPipeline(Pipeline):
 
     def _shared_loss(self, loss: Tensor | None) -> Tensor:
         """The sum of the replicas' on every rank, in the dtype it has where the last stage is."""
-        everywhere = self._transport.gather(self._ranks.gather_world, [loss])
-        return torch.stack([each for (each,) in everywhere if each is not None]).sum()
+        own = [-1.0, 0.0] if loss is None else [DTYPES.index(loss.dtype), loss.item()]
+        losses = [
+            torch.tensor(value, dtype=DTYPES[int(number)], device=self._transport.device)
+            for number, value in self._ranks.gather_numbers(own)
+            if number >= 0
+        ]
+        return torch.stack(losses).sum()
 
 
 def _place(loss_fn: LossFn) -> str:
     """Where the code of a loss stands: another one may give other outputs a gradient."""
     code = getattr(loss_fn, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else type(loss_fn).__qualname__
+
+
+@lru_cache(maxsize=8)
+def _digest(facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _of_rank(estimate: EstimateSpec, rank: int) -> EstimateSpec:

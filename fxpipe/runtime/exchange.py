@@ -24,7 +24,7 @@ from fxpipe.runtime.transport import Transport
 # Tags: messages of known dtype and shape, those that a header tells of, and headers.
 _KNOWN, _TOLD, _HEADER = 0, 1, 3
 _DIMS = 16
-_DTYPES = (
+DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64),
     *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
@@ -171,7 +171,7 @@ class Exchange:
 
     def _tell(self, message: Message, tensor: Tensor | None, gradient: bool) -> None:
         header = torch.zeros(3 + _DIMS, dtype=torch.int64)
-        header[0] = -1 if tensor is None else _DTYPES.index(tensor.dtype)
+        header[0] = -1 if tensor is None else DTYPES.index(tensor.dtype)
         header[1] = gradient
         if tensor is not None:
             header[2 : 3 + tensor.dim()] = torch.tensor([tensor.dim(), *tensor.shape])
@@ -184,7 +184,7 @@ class Exchange:
     def _heard(self, message: Message, header: Tensor) -> tuple[Layout | None, Tensor | None]:
         """What follows the header."""
         dtype, gradient, dim, *sizes = header.tolist()
-        layout = None if dtype < 0 else Layout(_DTYPES[dtype], bool(gradient))
+        layout = None if dtype < 0 else Layout(DTYPES[dtype], bool(gradient))
         self.learnt[message] = layout
         if layout is None:
             return None, None

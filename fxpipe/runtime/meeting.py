@@ -6,6 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from fxpipe.errors import InputError
+from fxpipe.runtime.ranks import Ranks
+
+_NEW = 0  # the number of what was not said before
+_KEPT = 32  # words of so many calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,31 @@ class Word:
     given: Given | None
     problem: str | None
     kind: object
+
+
+class Words:
+    """What ranks have told each other as calls began; said again, its number is enough."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._told = 0
+        self._last: dict[Word, int] = {}  # this rank's, and when it said it last
+        self._known: dict[int, list[Word]] = {}
+
+    def gather(self, own: Word) -> list[Word]:
+        """Each rank's word, in order of the ranks."""
+        numbers = self._ranks.gather_numbers([self._last.get(own, _NEW)])
+        number = int(numbers[0][0])
+        if number in self._known and all(other == numbers[0] for other in numbers):
+            return self._known[number]
+        words = self._ranks.gather_world(own)
+        # All ranks count alike, and forget alike.
+        self._told += 1
+        self._known[self._told] = words
+        self._last[own] = self._told
+        self._known.pop(self._told - _KEPT, None)
+        self._last = {word: at for word, at in self._last.items() if at in self._known}
+        return words
 
 
 def agreed(words: Sequence[Word], size: int) -> list[Given]:

@@ -1,12 +1,14 @@
 """What ranks must agree on as a call begins."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.meeting import Given, Word, agreed
+from fxpipe.runtime.meeting import Given, Word, Words, agreed
 
 GIVEN = Given((2, 1), (("batch", 3),), (torch.float32,), (False,))
 NOTHING = Given((), (), (None,), (None,))
@@ -61,3 +63,60 @@ def test_replicas_batches_differ_in_size_alone():
     other = replace(WORD, given=replace(GIVEN, dtypes=(torch.float64,)))
     with pytest.raises(InputError, match=r"replica 1 of batch 3, torch\.float64"):
         agreed([WORD, other], 1)
+
+
+class Table:
+    """Where two ranks, a thread each, lay down what they have for each other."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=60)
+        self.laid: dict[int, object] = {}
+        self.whole = 0  # how often whole words were told
+
+
+class Seat:
+    """A rank's place at the table, with the calls that `Words` makes of `Ranks`."""
+
+    def __init__(self, table: Table, rank: int) -> None:
+        self._table, self._rank = table, rank
+
+    def gather_numbers(self, mine):
+        return self.gather(list(map(float, mine)))
+
+    def gather_world(self, mine):
+        self._table.whole += self._rank == 0
+        return self.gather(mine)
+
+    def gather(self, mine):
+        self._table.laid[self._rank] = mine
+        self._table.barrier.wait()
+        found = [self._table.laid[rank] for rank in range(2)]
+        self._table.barrier.wait()
+        return found
+
+
+def batch(rows: int) -> Word:
+    return replace(WORD, given=replace(GIVEN, rows=(rows,)))
+
+
+def test_what_all_say_again_is_told_by_its_number():
+    table = Table()
+    words = [Words(Seat(table, rank)) for rank in range(2)]
+    silent = replace(WORD, given=NOTHING)
+    with ThreadPoolExecutor(2) as threads:
+
+        def meet(*said):
+            return list(threads.map(lambda of, word: of.gather(word), words, said))
+
+        for said, told in [
+            ((batch(4), silent), 1),
+            ((batch(4), silent), 1),
+            ((batch(3), silent), 2),  # one of them says something new
+            ((batch(4), silent), 3),  # both have said it before, but not last together
+            ((batch(4), silent), 3),
+        ]:
+            assert meet(*said) == [[*said]] * 2
+            assert table.whole == told
+        for rows in range(100, 140):  # more than are kept
+            assert meet(batch(rows), silent) == [[batch(rows), silent]] * 2
+        assert meet(batch(4), silent) == [[batch(4), silent]] * 2
