@@ -177,10 +177,17 @@ class Ranks:
 
     def gather_numbers(self, mine: Sequence[float]) -> list[list[float]]:
         """The same of a few numbers, as many on each rank: a message each, and no pickle."""
-        own = torch.tensor(mine, dtype=torch.float64)
-        found = [torch.empty_like(own) for _ in range(self.world_size)]
-        self.together(lambda: dist.all_gather(found, own, self.world_group))
-        return [numbers.tolist() for numbers in found]
+        found: list[list[float]] = []
+
+        def gather() -> None:
+            # Made here: the caller may be in inference mode, whose tensors this thread can't write.
+            own = torch.tensor(mine, dtype=torch.float64)
+            parts = [torch.empty_like(own) for _ in range(self.world_size)]
+            dist.all_gather(parts, own, self.world_group)
+            found.extend(part.tolist() for part in parts)
+
+        self.together(gather)
+        return found
 
     def _gathered(self, mine: T, size: int, group: Any) -> list[T]:
         found: list[T | None] = [None] * size
