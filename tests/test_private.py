@@ -55,8 +55,10 @@ PRIVATE = {
     "torch._dynamo.exc.TensorifyScalarRestartAnalysis": "capture/frame.py",
     "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx": "capture/frame.py",
     "torch._dynamo.symbolic_convert.SpeculationLog.clear": "capture/frame.py",
-    "torch.Tensor._backward_hooks": "capture/refuse.py",
-    "torch.Tensor._post_accumulate_grad_hooks": "capture/check.py, capture/refuse.py",
+    "torch.Tensor._backward_hooks": "capture/refuse.py, runtime/weight_gradients.py",
+    "torch.Tensor._post_accumulate_grad_hooks": (
+        "capture/check.py, capture/refuse.py, runtime/weight_gradients.py"
+    ),
     "torch._foreach_zero_": "runtime/graph.py",
     "torch.autograd.graph.get_gradient_edge": "runtime/step.py",
     "torch.autograd.graph._engine_run_backward": "runtime/backward.py",

@@ -6,13 +6,15 @@ has one. On the way to the inputs the gradient that arrives at each such node is
 node runs once more, for the weight alone. What leads to weights only runs later altogether.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+
+from fxpipe.runtime.weight_gradients import add_directly
 
 _Gradients = tuple[Tensor | None, ...]
 
@@ -68,17 +70,17 @@ class SplitBackward:
     def input_gradients(self, inputs: Sequence[GradientEdge]) -> list[Tensor | None]:
         """The gradients that arrive at `inputs`, which were the beginning of the graph."""
         ends = {edge.node for edge in inputs}
-        graph = _Graph([edge.node for edge, _ in self._roots], ends)
-        for node, below in graph.following.items():
-            if node in ends or node not in graph.to_input:
+        leads = _leads_to(ends, [edge.node for edge, _ in self._roots])
+        for node, to_input in leads.items():
+            if not to_input or node in ends:
                 continue
-            weights = graph.weights([n for n in below if n not in graph.to_input])
+            weights = _weights([n for n in _below(node) if not leads[n]])
             if weights:
                 fork = _Fork(node, weights)
                 node.register_prehook(fork.arrived)
                 self._forks.append(fork)
-        leading = [root for root in self._roots if root[0].node in graph.to_input]
-        self._roots = [root for root in self._roots if root[0].node not in graph.to_input]
+        leading = [root for root in self._roots if leads[root[0].node]]
+        self._roots = [root for root in self._roots if not leads[root[0].node]]
         if not leading:
             return [None] * len(inputs)
         edges, gradients = zip(*leading, strict=True)
@@ -90,6 +92,8 @@ class SplitBackward:
         for fork in self._forks:
             fork.arrived.passing = False
         for fork in self._forks:
+            if add_directly(fork.node, fork.arrived.gradients, fork.weights):
+                continue
             fork.arrived.passing = True
             _backward(fork.edges(), fork.weights)
             fork.arrived.passing = False
@@ -105,31 +109,39 @@ def _backward(
         torch.autograd.backward(edges, gradients, retain_graph=True, inputs=weights)
 
 
-class _Graph:
-    """The nodes below `roots`, down to `ends`."""
+def _leads_to(ends: Set[Node], roots: Iterable[Node]) -> dict[Node, bool]:
+    """Whether a node leads to one of `ends`, for each from the roots down to the ends.
 
-    def __init__(self, roots: Iterable[Node], ends: set[Node]) -> None:
-        self.following: dict[Node, list[Node]] = {}
-        self.to_input: set[Node] = set()
-        left: list[tuple[Node, bool]] = [(root, False) for root in roots]
-        while left:
-            node, seen_below = left.pop()
-            if seen_below:
-                if node in ends or not self.to_input.isdisjoint(self.following[node]):
-                    self.to_input.add(node)
-            elif node not in self.following:
-                below = [] if node in ends else [n for n, _ in node.next_functions if n is not None]
-                self.following[node] = below
-                left.append((node, True))
-                left.extend((n, False) for n in below)
+    It makes little that Python's garbage collection would count: a full one takes longer than most
+    actions.
+    """
+    leads: dict[Node, bool] = {}
+    left = list(roots)
+    while left:
+        node = left[-1]
+        below = () if node in ends else _below(node)
+        unseen = [n for n in below if n not in leads]
+        if unseen:
+            left += unseen
+            continue
+        left.pop()
+        leads[node] = node in ends or any(leads[n] for n in below)
+    return leads
 
-    def weights(self, nodes: Sequence[Node]) -> list[Tensor]:
-        """The leaves below `nodes`, which lead to no input."""
-        found: dict[Node, Any] = {}
-        left = list(nodes)
-        while left:
-            node = left.pop()
-            if node not in found:
-                found[node] = getattr(node, "variable", None)
-                left.extend(self.following[node])
-        return [leaf for leaf in found.values() if leaf is not None]
+
+def _below(node: Node) -> list[Node]:
+    return [n for n, _ in node.next_functions if n is not None]
+
+
+def _weights(nodes: Sequence[Node]) -> list[Tensor]:
+    """The leaves below `nodes`, which lead to no input."""
+    found: dict[Node, Any] = {}
+    left = list(nodes)
+    while left:
+        node = left.pop()
+        if node not in found:
+            below = _below(node)
+            # Asked of an inner node, torch takes longer to say that it has none.
+            found[node] = None if below else getattr(node, "variable", None)
+            left += below
+    return [leaf for leaf in found.values() if leaf is not None]

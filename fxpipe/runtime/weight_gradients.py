@@ -1,0 +1,117 @@
+"""Gradients of a layer's weights, added straight to their `.grad`.
+
+Autograd would be asked for each layer by itself, and make each gradient in memory of its own before
+it is added. From what the node of a linear layer has saved it takes one product that adds its
+result (Megatron-LM has a kernel of its own that fuses the two).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+
+def add_directly(node: Node, gradients: Sequence[Tensor | None], weights: Sequence[Tensor]) -> bool:
+    """Add what `gradients`, of the node's outputs, give to the `.grad` of its `weights`.
+
+    False, with nothing done, if the node is of another kind, leads to its weights by other nodes,
+    or if somebody wants to see their gradients.
+    """
+    rule = _RULES.get(node.name())
+    if rule is None or not all(map(_is_plain, weights)):
+        return False
+    gradient, *others = gradients or (None,)
+    if gradient is None or any(other is not None for other in others):
+        return False
+    if torch.is_autocast_enabled(gradient.device.type):
+        return False
+    with torch.no_grad():
+        return rule(node, gradient, weights)
+
+
+def _linear(node: Any, gradient: Tensor, weights: Sequence[Tensor]) -> bool:
+    """`addmm(bias, x, weight.t())`, as `F.linear` does with a bias."""
+    bias, weight = _leaf(node, 0), _transposed_leaf(node, 2)
+    if not _are(weights, bias, weight) or node._saved_alpha != 1 or node._saved_beta != 1:
+        return False
+    if bias is not None and bias.shape != gradient.shape[1:]:
+        return False
+    if weight is not None:
+        _add_product(weight, gradient, node._saved_mat1)
+    if bias is not None:
+        _add(bias, gradient.sum(0))
+    return True
+
+
+def _linear_without_bias(node: Any, gradient: Tensor, weights: Sequence[Tensor]) -> bool:
+    """`mm(x, weight.t())`."""
+    weight = _transposed_leaf(node, 1)
+    if weight is None or not _are(weights, weight):
+        return False
+    _add_product(weight, gradient, node._saved_self)
+    return True
+
+
+def _layer_norm(node: Any, gradient: Tensor, weights: Sequence[Tensor]) -> bool:
+    weight, bias = _leaf(node, 1), _leaf(node, 2)
+    if not _are(weights, weight, bias):
+        return False
+    _, of_weight, of_bias = torch.ops.aten.native_layer_norm_backward(
+        gradient,
+        node._saved_input,
+        node._saved_normalized_shape,
+        node._saved_result1,
+        node._saved_result2,
+        node._saved_weight,
+        node._saved_bias,
+        [False, weight is not None, bias is not None],
+    )
+    for leaf, found in ((weight, of_weight), (bias, of_bias)):
+        if leaf is not None:
+            _add(leaf, found)
+    return True
+
+
+_RULES: Mapping[str, Callable[[Node, Tensor, Sequence[Tensor]], bool]] = {
+    "AddmmBackward0": _linear,
+    "MmBackward0": _linear_without_bias,
+    "NativeLayerNormBackward0": _layer_norm,
+}
+
+
+def _add_product(weight: Tensor, gradient: Tensor, x: Tensor) -> None:
+    if weight.grad is None:
+        weight.grad = torch.mm(gradient.t(), x)
+    else:
+        weight.grad.addmm_(gradient.t(), x)
+
+
+def _add(weight: Tensor, found: Tensor) -> None:
+    if weight.grad is None:
+        weight.grad = found
+    else:
+        weight.grad.add_(found)
+
+
+def _leaf(node: Node, k: int) -> Tensor | None:
+    """The leaf that the node's input k is."""
+    below, _ = node.next_functions[k]
+    return getattr(below, "variable", None)
+
+
+def _transposed_leaf(node: Node, k: int) -> Tensor | None:
+    below, _ = node.next_functions[k]
+    return _leaf(below, 0) if below is not None and below.name() == "TBackward0" else None
+
+
+def _are(weights: Sequence[Tensor], *leaves: Tensor | None) -> bool:
+    """Whether the leaves are all the weights there are, each once."""
+    return sorted(map(id, weights)) == sorted(id(leaf) for leaf in leaves if leaf is not None)
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether nothing sees its gradient before it is added."""
+    watched = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+    return type(weight) in (nn.Parameter, Tensor) and not watched and not weight.is_complex()
