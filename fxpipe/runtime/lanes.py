@@ -1,5 +1,6 @@
 """One worker thread per device, started on first use and kept until the pipeline goes."""
 
+import gc
 import sys
 import threading
 import weakref
@@ -48,6 +49,7 @@ class Lanes:
         ambient = Ambient.capture()
         threads_before = torch.get_num_threads()
         interval_before = sys.getswitchinterval()
+        collecting = gc.isenabled()
         n_threads = stream.threads_per_lane(self._devices)
         # A lane computes on the caller's current stream: what the caller launched before comes
         # before, what it launches afterwards after. (Virtual devices have streams of their own.)
@@ -60,6 +62,9 @@ class Lanes:
         begun: list[_Assignment] = []
         try:
             sys.setswitchinterval(min(interval_before, _SWITCH_S))
+            # One collection of what torch has loaded takes longer than most actions, and all lanes
+            # and ranks would wait for it.
+            gc.disable()
             for queue, assignment in zip(self._queues, assignments, strict=True):
                 queue.put(assignment)
                 begun.append(assignment)
@@ -71,6 +76,8 @@ class Lanes:
             _await(begun)
             raise
         finally:
+            if collecting:
+                gc.enable()
             sys.setswitchinterval(interval_before)
             torch.set_num_threads(threads_before)
         # Those that were told to stop come after the one that was the reason.

@@ -55,6 +55,27 @@ def test_a_lane_per_device_kept_over_calls_and_gone_with_the_pipeline(tmp_path):
         gc.enable()
 
 
+def test_python_collects_no_garbage_while_lanes_run():
+    lanes, seen = Lanes([CPU]), []
+
+    def fails():
+        seen.append(gc.isenabled())
+        raise KeyError
+
+    lanes.run([lambda: seen.append(gc.isenabled())], stop=lambda: None)
+    with pytest.raises(KeyError):
+        lanes.run([fails], stop=lambda: None)
+    assert seen == [False, False]
+    assert gc.isenabled()
+
+    gc.disable()
+    try:
+        lanes.run([lambda: None], stop=lambda: None)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
 def test_lanes_carry_the_callers_grad_mode_and_autocast():
     lanes = Lanes([CPU, CPU])
 
