@@ -4,12 +4,11 @@ The engine is that of one process: the same `Step` runs each action. What goes t
 rank lands in the call's outbox and is sent once the action is done.
 """
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
@@ -21,24 +20,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.errors import FxpipeError, InputError, WeightsError
 from fxpipe.runtime import microbatch, rank_visits, stream
-from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.around import equalize_around, names_around
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.closure import running
 from fxpipe.runtime.dtensors import is_cut, local, share_of
 from fxpipe.runtime.end import LossFn
-from fxpipe.runtime.exchange import DTYPES, Exchange, Layouts
-from fxpipe.runtime.fit import sizes_of
+from fxpipe.runtime.exchange import DTYPES, Layouts
 from fxpipe.runtime.listeners import LISTENERS
-from fxpipe.runtime.mailbox import StoppedError
 from fxpipe.runtime.manifest import EstimateSpec, Manifest
-from fxpipe.runtime.meeting import Given, Word, Words, agreed
-from fxpipe.runtime.messages import Message, Post, Receive, Reduce, Row, Send
+from fxpipe.runtime.messages import Message, Row
 from fxpipe.runtime.overflow import share_overflow
 from fxpipe.runtime.pipeline import Pipeline, Visit
 from fxpipe.runtime.portal import CALLER, Wire, Wires, add_gradients
 from fxpipe.runtime.random import RandomStream, microbatch_seeds
+from fxpipe.runtime.rank_entry import Entry, Meeting, place_of
 from fxpipe.runtime.rank_plan import RankPlan
+from fxpipe.runtime.rank_row import RankRow
 from fxpipe.runtime.ranks import Ranks
 from fxpipe.runtime.replicas import Replicas
 from fxpipe.runtime.replicated import ReplicatedCall
@@ -52,24 +49,7 @@ from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import Device, place
 from fxpipe.runtime.structure import rebuild
 from fxpipe.runtime.transport import Transport
-from fxpipe.schedule import Action, Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """What all ranks know of a call: each replica's inputs, and what else it may depend on.
-
-    `given` are those of this one.
-    """
-
-    replicas: Sequence[Given]
-    given: Given
-    kind: tuple[object, ...]
-
-    @property
-    def batch(self) -> int:
-        """The rows of all replicas."""
-        return sum(sum(given.rows) for given in self.replicas)
+from fxpipe.schedule import Schedule
 
 
 class DistributedPipeline(Pipeline):
@@ -115,7 +95,8 @@ class DistributedPipeline(Pipeline):
             self._replicas = Replicas(ranks, own, self._plan.order[rank], first, shared)
         self._shards: Shards | None = None
         self._transport = Transport(ranks, place(device), self._plan.routes)
-        self._words = Words(ranks)
+        self._entry = Entry(manifest, ranks)
+        self._row = RankRow(ranks, self._transport, self._replicas)
         self._layouts: dict[object, Layouts] = {}
         LISTENERS.add(self)
 
@@ -128,7 +109,7 @@ class DistributedPipeline(Pipeline):
     def shard(self) -> None:
         """Share parameters out over the replicas, which are equal: each holds its part alone."""
         names, mesh = first_names(self._manifest), self.mesh["dp"]
-        self._shards = Shards(self._ranks, self._stages, names, mesh)
+        self._shards = self._row.shards = Shards(self._ranks, self._stages, names, mesh)
         for name, share in self._shards.parameters.items():
             put(self, name, share)
         self._state.bind(self)
@@ -162,7 +143,7 @@ class DistributedPipeline(Pipeline):
             )
         microbatch.refuse_unmergeable(self._manifest, self.training)
         self._ranks.progress.begin("evaluation")
-        inputs, meeting = self._meet("an input", args, kwargs, ())
+        inputs, meeting = self._meet("an input", args, kwargs)
         with self._ranks.telling():
             rows, call = self._enter(inputs, meeting)
             self._run_row(Step(call, lambda i: None, frozenset()), call, meeting, backward=False)
@@ -191,7 +172,7 @@ class DistributedPipeline(Pipeline):
             raise InputError("step computes gradients: call it outside of torch.no_grad()")
         scaled = scaler is not None and scaler.is_enabled()
         self._ranks.progress.begin("step")
-        inputs, meeting = self._meet("a step", args, kwargs, (_place(loss_fn), scaled))
+        inputs, meeting = self._meet("a step", args, kwargs, place_of(loss_fn), scaled)
         with self._ranks.telling():
             rows, call = self._enter(inputs, meeting)
             step, objective = self._new_step(call, rows, meeting.batch, target, loss_fn, scaler)
@@ -303,47 +284,11 @@ class DistributedPipeline(Pipeline):
         return Wires(wires.reads, readers)
 
     def _meet(
-        self,
-        what: str,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        kind: tuple[object, ...],
+        self, what: str, args: Sequence[object], kwargs: Mapping[str, object], *kind: object
     ) -> tuple[list[Tensor | None], Meeting]:
-        """This rank's inputs, and what all agree on. Raises InputError."""
-        inputs: list[Tensor | None] = []
-        given, problem = None, None
-        with self._ranks.telling():
-            try:
-                inputs, given = self._given(args, kwargs)
-            except InputError as error:
-                problem = str(error)
-            ambient = Ambient.capture()
-            parameters = tuple((p.dtype, p.requires_grad) for p in self.parameters())
-            own = (ambient.autocast, _digest(parameters), *kind)
-            words = self._words.gather(Word(what, self.training, given, problem, own))
-        replicas = agreed(words, self._ranks.size)
-        found = replicas[self._ranks.replica]
-        # Sizes are no part of it: the shapes are the plan's.
-        alike = (what, self.training, len(found.rows), found.dtypes, found.gradients)
-        return inputs, Meeting(replicas, found, (*alike, *(word.kind for word in words)))
-
-    def _given(
-        self, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> tuple[list[Tensor | None], Given]:
-        self._refuse_other_mode()
         readers, specs = self._wires[self.training].readers, self._manifest.inputs
         read = {k for k, spec in enumerate(specs) if readers.get(Wire(CALLER, spec.value))}
-        inputs = microbatch.bind_some(self._manifest, args, kwargs, read)
-        manifest, tensors = microbatch.present(self._manifest, inputs)
-        rows = microbatch.rows_of(manifest, tensors, manifest.microbatches)
-        batched = [[spec.batched for spec in each] for each in (manifest.inputs, specs)]
-        tells = any(batched[0]) or not any(batched[1])
-        return inputs, Given(
-            tuple(rows) if tells else (),
-            tuple(sizes_of(manifest, tensors).items()),
-            tuple(None if tensor is None else tensor.dtype for tensor in inputs),
-            tuple(None if tensor is None else tensor.requires_grad for tensor in inputs),
-        )
+        return self._entry.meet(what, self, read, args, kwargs, *kind)
 
     def _enter(
         self, inputs: Sequence[Tensor | None], meeting: Meeting
@@ -415,50 +360,14 @@ class DistributedPipeline(Pipeline):
         """
         if self._trace is not None:
             call.record(self._trace.recorder())
-        done = threading.Event()
-        exchange = Exchange(self._ranks, self._transport, call, rows, known, shape)
-        row, progress = rows[self._ranks.rank], self._ranks.progress
 
-        def run() -> None:
-            try:
-                for place, item in enumerate(row):
-                    progress.item = place
-                    if isinstance(item, Post):
-                        exchange.post(item.message)
-                    elif isinstance(item, Receive):
-                        exchange.receive(item.message)
-                    elif isinstance(item, Send):
-                        exchange.send(item.message)
-                    elif isinstance(item, Action):
-                        step.run_row(0, [item])
-                    elif self._shards is not None:
-                        self._shards.run(item, call)
-                    elif isinstance(item, Reduce) and self._replicas is not None:
-                        self._replicas.reduce(item.stage)
-                progress.item = len(row)
-                exchange.finish()
-            finally:
-                done.set()
+        def launch(job: Callable[[], None], beside: Callable[[], None]) -> None:
+            self._run([job], call, beside)
 
-        def wait() -> None:
-            try:
-                meanwhile(done)
-            except StoppedError:  # the lane failed
-                raise
-            except BaseException as error:
-                # The lane may wait for other ranks, who must hear of it first.
-                self._ranks.fail(error)
-                raise
-
-        def awaited() -> str | None:
-            own = self._shards.awaited if self._shards is not None else None
-            return own or exchange.awaited
-
-        with progress.running(row, awaited):
-            self._run([run], call, wait)
+        learnt = self._row.run(launch, step, call, rows, known, shape, meanwhile)
         if self._replicas is not None and self.training:
             self._replicas.equalize(self._written())
-        return exchange.learnt
+        return learnt
 
     def _written(self) -> list[Tensor]:
         """Buffers that a forward changes: running statistics are the first replica's."""
@@ -502,17 +411,6 @@ class DistributedPipeline(Pipeline):
             if number >= 0
         ]
         return torch.stack(losses).sum()
-
-
-def _place(loss_fn: LossFn) -> str:
-    """Where the code of a loss stands: another one may give other outputs a gradient."""
-    code = getattr(loss_fn, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else type(loss_fn).__qualname__
-
-
-@lru_cache(maxsize=8)
-def _digest(facts: object) -> str:
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _of_rank(estimate: EstimateSpec, rank: int) -> EstimateSpec:

@@ -153,6 +153,15 @@ def unmergeable(manifest: Manifest, training: bool) -> str | None:
     return None
 
 
+def refuse_other_mode(manifest: Manifest, training: bool) -> None:
+    """Raise InputError if the package lacks the mode that the pipeline is in."""
+    if not training and not manifest.has_eval:
+        raise InputError(
+            f"{manifest.model} takes another path in eval mode, which this pipeline does not have: "
+            "evaluate the original model with this one's state_dict()"
+        )
+
+
 def refuse_unmergeable(manifest: Manifest, training: bool) -> None:
     """Raise InputError if an output can't be put together from those of several micro-batches."""
     reason = unmergeable(manifest, training)

@@ -284,7 +284,7 @@ class Pipeline(Original):
 
     def _inputs(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor]:
         """The call's tensors."""
-        self._refuse_other_mode()
+        microbatch.refuse_other_mode(self._manifest, self.training)
         return microbatch.bind(self._manifest, args, kwargs)
 
     def _begin(self, inputs: Sequence[Tensor]) -> tuple[list[int], Call]:
@@ -313,13 +313,6 @@ class Pipeline(Original):
         rows = microbatch.rows_of(self._manifest, inputs, 1)
         (piece,) = microbatch.scatter(self._manifest, inputs, rows)
         return Visit(self, piece, Ambient.capture())
-
-    def _refuse_other_mode(self) -> None:
-        if not self.training and not self._manifest.has_eval:
-            raise InputError(
-                f"{self._manifest.model} takes another path in eval mode, which this pipeline does "
-                "not have: evaluate the original model with this one's state_dict()"
-            )
 
     def _new_call(self, m: int) -> Call:
         links = self._new_links(m)

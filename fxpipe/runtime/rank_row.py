@@ -1,0 +1,85 @@
+"""A rank's row of the table at work on its lane: actions, and what goes to other ranks between."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+from fxpipe.runtime.call import Call
+from fxpipe.runtime.exchange import Exchange, Layouts
+from fxpipe.runtime.mailbox import StoppedError
+from fxpipe.runtime.messages import Message, Post, Receive, Reduce, Row, Send
+from fxpipe.runtime.ranks import Ranks
+from fxpipe.runtime.replicas import Replicas
+from fxpipe.runtime.shards import Shards
+from fxpipe.runtime.step import Step
+from fxpipe.runtime.transport import Transport
+from fxpipe.schedule import Action
+
+# Runs a job on the lane, and a second one meanwhile on the caller's thread.
+Launch = Callable[[Callable[[], None], Callable[[], None]], None]
+
+
+class RankRow:
+    """Runs rows of this rank, whose parameters `replicas` hold too, or `shards` of them."""
+
+    def __init__(self, ranks: Ranks, transport: Transport, replicas: Replicas | None) -> None:
+        self.shards: Shards | None = None
+        self._ranks = ranks
+        self._transport = transport
+        self._replicas = replicas
+
+    def run(
+        self,
+        launch: Launch,
+        step: Step,
+        call: Call,
+        rows: Sequence[Row],
+        known: Layouts | None,
+        shape: Callable[[Message], tuple[int, ...] | None],
+        meanwhile: Callable[[threading.Event], None],
+    ) -> Layouts:
+        """Run this rank's of `rows`; what was learnt of the messages.
+
+        `meanwhile` runs on the caller's thread, and is given what is set once the row is done.
+        """
+        done = threading.Event()
+        exchange = Exchange(self._ranks, self._transport, call, rows, known, shape)
+        row, progress = rows[self._ranks.rank], self._ranks.progress
+
+        def run() -> None:
+            try:
+                for place, item in enumerate(row):
+                    progress.item = place
+                    if isinstance(item, Post):
+                        exchange.post(item.message)
+                    elif isinstance(item, Receive):
+                        exchange.receive(item.message)
+                    elif isinstance(item, Send):
+                        exchange.send(item.message)
+                    elif isinstance(item, Action):
+                        step.run_row(0, [item])
+                    elif self.shards is not None:
+                        self.shards.run(item, call)
+                    elif isinstance(item, Reduce) and self._replicas is not None:
+                        self._replicas.reduce(item.stage)
+                progress.item = len(row)
+                exchange.finish()
+            finally:
+                done.set()
+
+        def wait() -> None:
+            try:
+                meanwhile(done)
+            except StoppedError:  # the lane failed
+                raise
+            except BaseException as error:
+                # The lane may wait for other ranks, who must hear of it first.
+                self._ranks.fail(error)
+                raise
+
+        def awaited() -> str | None:
+            own = self.shards.awaited if self.shards is not None else None
+            return own or exchange.awaited
+
+        with progress.running(row, awaited):
+            launch(run, wait)
+        return exchange.learnt
