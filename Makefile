@@ -15,7 +15,7 @@ test: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 clean:
 	rm -rf .venv build dist fxpipe.egg-info .mypy_cache .ruff_cache .pytest_cache
