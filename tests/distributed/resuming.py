@@ -20,6 +20,11 @@ STEPS = 5
 START, RANK = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 
 
+def say(text: str) -> None:
+    """A line written at once: all ranks write into one stream."""
+    print(f"rank {RANK} {text}\n", end="", flush=True)
+
+
 def trained(package: Path, last: Path | None) -> DistributedPipeline:
     """The pipeline after all its steps, of which those before the checkpoint are not done again."""
     pipe = load(package, distributed=True)
@@ -32,7 +37,7 @@ def trained(package: Path, last: Path | None) -> DistributedPipeline:
         extra = checkpoint.load(last, pipe, optimizer)
         begin = extra["step"]
         torch.set_rng_state(extra["random"])
-        print(f"rank {RANK} goes on from step {begin}")
+        say(f"goes on from step {begin}")
     for step in range(begin, STEPS):
         optimizer.zero_grad()
         x = torch.randn(10, 6, dtype=torch.float64)
@@ -55,4 +60,4 @@ if __name__ == "__main__":
     package, last = map(Path, sys.argv[1:])
     found, expected = trained(package, last).state_dict(), trained(package, None).state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    print(f"rank {RANK} has the same weights")
+    say("has the same weights")
