@@ -5,10 +5,10 @@
     python benchmarks/cpu_lanes.py --compile   also with load(..., compile=True)
 
 The same transformer blocks, weights and batch; a lane or a process has one thread. Ours runs 1F1B
-in one process, and interleaved beside it; theirs every schedule it has for two processes, of which
-the fastest counts. 1F1B can't be shorter than `limit`: plain, on two lanes, and its bubble. All run
-in turns, a step each, so that what else the machine does falls on all alike; times are medians.
-First, losses and gradients are compared with the plain model's.
+in one process, interleaved and ZB-H1 beside it; theirs every schedule it has for two processes, of
+which the fastest counts. 1F1B can't be shorter than `limit`: plain, on two lanes, and its bubble.
+All run in turns, a step each, so that what else the machine does falls on all alike; times are
+medians. First, losses and gradients are compared with the plain model's.
 """
 
 import argparse
@@ -64,7 +64,8 @@ def measure(work: Workload, peer: Peer, compiled: bool, rounds: int) -> dict[str
         ours = {"fxpipe": fxpipe.load(out)}
         if compiled:
             ours["fxpipe, compiled"] = fxpipe.load(out, compile=True)
-        ours["fxpipe, interleaved"] = fxpipe.load(compile("interleaved"))
+        for schedule in ("interleaved", "zb-h1"):
+            ours[f"fxpipe, {schedule}"] = fxpipe.load(compile(schedule))
         peer.prepare(*work)
 
         expected = plain()

@@ -239,6 +239,7 @@ def main() -> None:
         work = WORKLOADS[k]._replace(**({"rows": options.rows} if options.rows else {}))
         times[work], peaks[work] = measure(work, peer, options.rounds)
         goals[work] = GOALS[WORKLOADS[k]]
+        print(table({work: times[work]}, SCHEDULES, goals), flush=True)
     peer.close()
     text = (
         f"# Two processes\n\n{machine()}.\n"
