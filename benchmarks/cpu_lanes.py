@@ -7,15 +7,14 @@
 The same transformer blocks, weights and batch; a lane or a process has one thread. Ours runs 1F1B
 in one process, interleaved and ZB-H1 beside it; theirs every schedule it has for two processes, of
 which the fastest counts. 1F1B can't be shorter than `limit`: plain, on two lanes, and its bubble.
-All run in turns, a step each, so that what else the machine does falls on all alike; times are
-medians. First, losses and gradients are compared with the plain model's.
+All run in turns, a step each, so that what else the machine does falls on all alike.
+First, losses and gradients are compared with the plain model's.
 """
 
 import argparse
 import datetime
 import os
 import platform
-import statistics
 import tempfile
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from transformer import (
     milliseconds,
     plain_step,
     same,
-    table,
+    tables,
 )
 
 import fxpipe
@@ -44,8 +43,8 @@ HERE = Path(__file__).parent
 GOALS = dict(zip(WORKLOADS, [(0.88,), (0.90, 0.75), (0.95,)], strict=True))
 
 
-def measure(work: Workload, peer: Peer, compiled: bool, rounds: int) -> dict[str, float]:
-    """Median milliseconds of a step, by who makes it."""
+def measure(work: Workload, peer: Peer, compiled: bool, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each step, by who makes it."""
     model = blocks(work.hidden, work.layers)
     x, target = batch(work.hidden, work.rows, work.sequence)
 
@@ -91,7 +90,7 @@ def measure(work: Workload, peer: Peer, compiled: bool, rounds: int) -> dict[str
                 step = milliseconds(lambda p=pipe: p.step(x, target=target, loss_fn=loss_fn))
                 times[name].append(step)
             times[schedule].append(peer.step(schedule)[0])
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
 def main() -> None:
@@ -110,12 +109,12 @@ def main() -> None:
     text = (
         f"# Two CPU lanes against two processes\n\n{datetime.date.today()}, {processor()}, "
         f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}.\n"
-        "Milliseconds of a training step, medians of turns taken one after the other; plain is one "
+        "Milliseconds of a training step in turns taken one after the other; plain is one "
         "thread, micro-batch by\nmicro-batch; torch.distributed.pipelining has two gloo processes "
         "of one thread each, fxpipe one process of\ntwo lanes, 1F1B if not said otherwise; limit "
         "is plain on two lanes with the bubble of 1F1B.\n"
         f"Made by `python benchmarks/cpu_lanes.py{' --compile' * options.compile} --write`.\n\n"
-        f"{table(measured, SCHEDULES, goals)}\n"
+        f"{tables(measured, SCHEDULES, goals)}\n"
     )
     print(text)
     if options.write:

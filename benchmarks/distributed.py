@@ -7,7 +7,7 @@
 Two gloo ranks of one thread each, on the transformer blocks, weights and batches of cpu_lanes.py.
 Ours runs under `load(..., distributed=True)`, theirs every schedule it has for two processes, of
 which the fastest counts. All run in turns, a step each, so that what else the machine does falls on
-all alike; times are medians. First, losses and gradients are compared with the plain model's. Then
+all alike. First, losses and gradients are compared with the plain model's. Then
 peak memory, what an action that computes nothing costs with its messages, and a U-Net whose skips
 pass over stages.
 """
@@ -36,7 +36,7 @@ from transformer import (
     milliseconds,
     plain_step,
     same,
-    table,
+    tables,
 )
 
 import fxpipe
@@ -145,8 +145,10 @@ def unet() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return model, torch.rand(4, 3, 32, 32).double(), torch.ones(4, 1, 32, 32).double()
 
 
-def measure(work: Workload, peer: Peer, rounds: int) -> tuple[dict[str, float], dict[str, int]]:
-    """Median milliseconds of a step, and bytes of the fuller rank, by who makes it."""
+def measure(
+    work: Workload, peer: Peer, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Milliseconds of each step, and bytes of the fuller rank, by who makes it."""
     model = blocks(work.hidden, work.layers)
     x, target = batch(work.hidden, work.rows, work.sequence)
     names = [*map(named, OURS), *SCHEDULES]
@@ -176,7 +178,7 @@ def measure(work: Workload, peer: Peer, rounds: int) -> tuple[dict[str, float], 
         times["plain"].append(milliseconds(plain))
         for name in names:
             times[name].append(peer.step(name)[0])
-    return {name: statistics.median(values) for name, values in times.items()}, peaks
+    return times, peaks
 
 
 def peak_table(peaks: dict[Workload, dict[str, int]]) -> str:
@@ -239,16 +241,16 @@ def main() -> None:
         work = WORKLOADS[k]._replace(**({"rows": options.rows} if options.rows else {}))
         times[work], peaks[work] = measure(work, peer, options.rounds)
         goals[work] = GOALS[WORKLOADS[k]]
-        print(table({work: times[work]}, SCHEDULES, goals), flush=True)
+        print(tables({work: times[work]}, SCHEDULES, goals), flush=True)
     peer.close()
     text = (
         f"# Two processes\n\n{machine()}.\n"
         "fxpipe under `load(..., distributed=True)` and torch.distributed.pipelining in the same "
-        "two gloo processes of one\nthread each. Milliseconds of a training step, medians of "
+        "two gloo processes of one\nthread each. Milliseconds of a training step in "
         f"{options.rounds} turns taken one after the other; plain is one thread,\nmicro-batch by "
         "micro-batch; limit is plain on two ranks with the bubble of 1F1B.\n"
         "Made by `python benchmarks/distributed.py --write`.\n\n"
-        f"{table(times, SCHEDULES, goals)}\n\n"
+        f"{tables(times, SCHEDULES, goals)}\n\n"
         "What the fuller rank holds at its fullest: its parameters, and the memory of all tensors "
         f"that its ops make.\n\n{peak_table(peaks)}\n\n"
         "Microseconds of a rank's action that multiplies one number by another, with what it "

@@ -1,5 +1,6 @@
 """Transformer blocks, the work on which benchmarks compare pipelines, and the table of times."""
 
+import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -93,10 +94,24 @@ def milliseconds(run: Callable[[], object]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
+Times = Mapping[Workload, Mapping[str, Sequence[float]]]
+
+
+def tables(
+    measured: Times, theirs: Collection[str], goals: Mapping[Workload, Sequence[float]]
+) -> str:
+    """Medians of what was measured, and the fastest: another's work only makes a step longer."""
+    return (
+        f"Medians:\n\n{table(measured, theirs, goals, statistics.median)}\n\n"
+        f"The fastest of all turns:\n\n{table(measured, theirs, goals, min)}"
+    )
+
+
 def table(
-    measured: Mapping[Workload, Mapping[str, float]],
+    measured: Times,
     theirs: Collection[str],
     goals: Mapping[Workload, Sequence[float]],
+    statistic: Callable[[Sequence[float]], float],
 ) -> str:
     """Milliseconds by workload and by who takes them, and ours by the best of `theirs`.
 
@@ -107,7 +122,8 @@ def table(
     ratios = [f"{name} / best" for name in ours]
     heads = ["h, layers, batch, sequence, m", "limit", *names, *ratios, "goals"]
     lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1)]
-    for work, times in measured.items():
+    for work, turns in measured.items():
+        times = {name: statistic(found) for name, found in turns.items()}
         best = min(times[name] for name in theirs)
         limit = times["plain"] * (work.m + 1) / (2 * work.m)
         cells = [", ".join(map(str, work)), f"{limit:.0f}"]
