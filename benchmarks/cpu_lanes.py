@@ -84,12 +84,12 @@ def measure(work: Workload, peer: Peer, compiled: bool, rounds: int) -> dict[str
     for _ in range(rounds):
         model.zero_grad()
         times["plain"].append(milliseconds(plain))
-        for schedule in SCHEDULES:
-            for name, pipe in ours.items():
-                pipe.zero_grad()
-                step = milliseconds(lambda p=pipe: p.step(x, target=target, loss_fn=loss_fn))
-                times[name].append(step)
-            times[schedule].append(peer.step(schedule)[0])
+        for name, pipe in ours.items():
+            pipe.zero_grad()
+            step = milliseconds(lambda p=pipe: p.step(x, target=target, loss_fn=loss_fn))
+            times[name].append(step)
+        for name in SCHEDULES:
+            times[name].append(peer.step(name)[0])
     return times
 
 
