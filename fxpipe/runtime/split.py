@@ -110,11 +110,7 @@ def _backward(
 
 
 def _leads_to(ends: Set[Node], roots: Iterable[Node]) -> dict[Node, bool]:
-    """Whether a node leads to one of `ends`, for each from the roots down to the ends.
-
-    It makes little that Python's garbage collection would count: a full one takes longer than most
-    actions.
-    """
+    """Whether a node leads to one of `ends`, for each from the roots down to the ends."""
     leads: dict[Node, bool] = {}
     left = list(roots)
     while left:
