@@ -32,25 +32,25 @@ def add_directly(node: Node, gradients: Sequence[Tensor | None], weights: Sequen
 
 
 def _linear(node: Any, gradient: Tensor, weights: Sequence[Tensor]) -> bool:
-    """`addmm(bias, x, weight.t())`, as `F.linear` does with a bias."""
-    bias, weight = _leaf(node, 0), _transposed_leaf(node, 2)
+    """`addmm(bias, x, weight)`, or the weight transposed, as `F.linear` has it."""
+    bias, (weight, transposed) = _leaf(node, 0), _factor(node, 2)
     if not _are(weights, bias, weight) or node._saved_alpha != 1 or node._saved_beta != 1:
         return False
     if bias is not None and bias.shape != gradient.shape[1:]:
         return False
     if weight is not None:
-        _add_product(weight, gradient, node._saved_mat1)
+        _add_product(weight, transposed, node._saved_mat1, gradient)
     if bias is not None:
         _add(bias, gradient.sum(0))
     return True
 
 
 def _linear_without_bias(node: Any, gradient: Tensor, weights: Sequence[Tensor]) -> bool:
-    """`mm(x, weight.t())`."""
-    weight = _transposed_leaf(node, 1)
+    """`mm(x, weight)`, or the weight transposed."""
+    weight, transposed = _factor(node, 1)
     if weight is None or not _are(weights, weight):
         return False
-    _add_product(weight, gradient, node._saved_self)
+    _add_product(weight, transposed, node._saved_self, gradient)
     return True
 
 
@@ -81,11 +81,12 @@ _RULES: Mapping[str, Callable[[Node, Tensor, Sequence[Tensor]], bool]] = {
 }
 
 
-def _add_product(weight: Tensor, gradient: Tensor, x: Tensor) -> None:
+def _add_product(weight: Tensor, transposed: bool, x: Tensor, gradient: Tensor) -> None:
+    first, second = (gradient, x) if transposed else (x, gradient)
     if weight.grad is None:
-        weight.grad = torch.mm(gradient.t(), x)
+        weight.grad = torch.mm(first.t(), second)
     else:
-        weight.grad.addmm_(gradient.t(), x)
+        weight.grad.addmm_(first.t(), second)
 
 
 def _add(weight: Tensor, found: Tensor) -> None:
@@ -101,9 +102,12 @@ def _leaf(node: Node, k: int) -> Tensor | None:
     return getattr(below, "variable", None)
 
 
-def _transposed_leaf(node: Node, k: int) -> Tensor | None:
+def _factor(node: Node, k: int) -> tuple[Tensor | None, bool]:
+    """The leaf that the node's input k is made of, and whether it is transposed."""
     below, _ = node.next_functions[k]
-    return _leaf(below, 0) if below is not None and below.name() == "TBackward0" else None
+    if below is not None and below.name() == "TBackward0":
+        return _leaf(below, 0), True
+    return _leaf(node, k), False
 
 
 def _are(weights: Sequence[Tensor], *leaves: Tensor | None) -> bool:

@@ -9,9 +9,32 @@ from torch.nn import functional as F
 
 from fxpipe.runtime.weight_gradients import add_directly
 
+
+class Product(nn.Module):
+    """A linear layer whose weight has a row for each input, as GPT-2's have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class ProductAlone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(5, 3),
     "linear without bias": lambda: nn.Linear(5, 3, bias=False),
+    "product": Product,
+    "product without bias": ProductAlone,
     "layer norm": lambda: nn.LayerNorm(5),
     "layer norm without bias": lambda: nn.LayerNorm(5, bias=False),
 }
@@ -41,7 +64,11 @@ def whole(layer: nn.Module, inputs: list[Tensor], gradients: list[Tensor]) -> li
     ("kind", "frozen"),
     [
         *((kind, None) for kind in LAYERS),
-        *((kind, name) for kind in ("linear", "layer norm") for name in ("weight", "bias")),
+        *(
+            (kind, name)
+            for kind in ("linear", "product", "layer norm")
+            for name in ("weight", "bias")
+        ),
     ],
 )
 def test_they_add_up_as_autograds_do(kind, frozen):
@@ -80,8 +107,8 @@ def test_later_ones_are_added_in_place():
     assert [p.grad.data_ptr() for p in linear.parameters()] == held
 
 
-def weight_as_it_is(linear: nn.Linear, x: Tensor) -> Tensor:
-    return torch.addmm(linear.bias, x, linear.weight)
+def weight_first(linear: nn.Linear, x: Tensor) -> Tensor:
+    return torch.addmm(linear.bias, linear.weight, x)
 
 
 def weight_made_of_others(linear: nn.Linear, x: Tensor) -> Tensor:
@@ -107,7 +134,7 @@ def in_autocast(linear: nn.Linear, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "run",
-    [weight_as_it_is, weight_made_of_others, scaled, bias_for_each_row, bias_of_one, in_autocast],
+    [weight_first, weight_made_of_others, scaled, bias_for_each_row, bias_of_one, in_autocast],
 )
 def test_what_is_no_plain_layer_is_left_to_autograd(run):
     linear = nn.Linear(5, 5)
