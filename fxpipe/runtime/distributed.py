@@ -25,10 +25,9 @@ from fxpipe.runtime.call import Call
 from fxpipe.runtime.closure import running
 from fxpipe.runtime.dtensors import is_cut, local, share_of
 from fxpipe.runtime.end import LossFn
-from fxpipe.runtime.exchange import DTYPES, Layouts
+from fxpipe.runtime.exchange import DTYPES, Exchange, Layouts
 from fxpipe.runtime.listeners import LISTENERS
 from fxpipe.runtime.manifest import EstimateSpec, Manifest
-from fxpipe.runtime.messages import Message, Row
 from fxpipe.runtime.overflow import share_overflow
 from fxpipe.runtime.pipeline import Pipeline, Visit
 from fxpipe.runtime.portal import CALLER, Wire, Wires, add_gradients
@@ -96,7 +95,7 @@ class DistributedPipeline(Pipeline):
         self._shards: Shards | None = None
         self._transport = Transport(ranks, place(device), self._plan.routes)
         self._entry = Entry(manifest, ranks)
-        self._row = RankRow(ranks, self._transport, self._replicas)
+        self._row = RankRow(ranks, self._replicas)
         self._layouts: dict[object, Layouts] = {}
         LISTENERS.add(self)
 
@@ -341,33 +340,28 @@ class DistributedPipeline(Pipeline):
         rows = self._plan.rows(call.m, self.training, backward)
         known = self._layouts.get(meeting.kind)
         shape = partial(self._plan.shape, meeting.given)
-        learnt = self._exchange(step, call, rows, known, shape, self._ranks.wait)
+        exchange = Exchange(self._ranks, self._transport, call, rows, known, shape)
+        self._exchange(step, exchange, call, self._ranks.wait)
         if known is None:
-            self._layouts[meeting.kind] = learnt
+            self._layouts[meeting.kind] = exchange.learnt
 
     def _exchange(
         self,
         step: Step,
+        exchange: Exchange,
         call: Call,
-        rows: Sequence[Row],
-        known: Layouts | None,
-        shape: Callable[[Message], tuple[int, ...] | None],
         meanwhile: Callable[[threading.Event], None],
-    ) -> Layouts:
-        """Run this rank's row on its lane; what was learnt of the messages.
-
-        `meanwhile` runs here, and is given what is set once the row is done.
-        """
+    ) -> None:
+        """Run this rank's row on its lane, and `meanwhile` here: see `RankRow.run`."""
         if self._trace is not None:
             call.record(self._trace.recorder())
 
         def launch(job: Callable[[], None], beside: Callable[[], None]) -> None:
             self._run([job], call, beside)
 
-        learnt = self._row.run(launch, step, call, rows, known, shape, meanwhile)
+        self._row.run(launch, step, exchange, call, meanwhile)
         if self._replicas is not None and self.training:
             self._replicas.equalize(self._written())
-        return learnt
 
     def _written(self) -> list[Tensor]:
         """Buffers that a forward changes: running statistics are the first replica's."""

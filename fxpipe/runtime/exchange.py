@@ -71,6 +71,7 @@ class Exchange:
         layouts: Layouts | None,
         shape: Callable[[Message], tuple[int, ...] | None],
     ) -> None:
+        self.row = rows[ranks.rank]
         self.learnt: dict[Message, Layout | None] = dict(layouts or {})
         self._layouts = layouts
         self._ranks = ranks

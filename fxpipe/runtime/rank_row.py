@@ -1,17 +1,16 @@
 """A rank's row of the table at work on its lane: actions, and what goes to other ranks between."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from fxpipe.runtime.call import Call
-from fxpipe.runtime.exchange import Exchange, Layouts
+from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.mailbox import StoppedError
-from fxpipe.runtime.messages import Message, Post, Receive, Reduce, Row, Send
+from fxpipe.runtime.messages import Post, Receive, Reduce, Send
 from fxpipe.runtime.ranks import Ranks
 from fxpipe.runtime.replicas import Replicas
 from fxpipe.runtime.shards import Shards
 from fxpipe.runtime.step import Step
-from fxpipe.runtime.transport import Transport
 from fxpipe.schedule import Action
 
 # Runs a job on the lane, and a second one meanwhile on the caller's thread.
@@ -21,29 +20,25 @@ Launch = Callable[[Callable[[], None], Callable[[], None]], None]
 class RankRow:
     """Runs rows of this rank, whose parameters `replicas` hold too, or `shards` of them."""
 
-    def __init__(self, ranks: Ranks, transport: Transport, replicas: Replicas | None) -> None:
+    def __init__(self, ranks: Ranks, replicas: Replicas | None) -> None:
         self.shards: Shards | None = None
         self._ranks = ranks
-        self._transport = transport
         self._replicas = replicas
 
     def run(
         self,
         launch: Launch,
         step: Step,
+        exchange: Exchange,
         call: Call,
-        rows: Sequence[Row],
-        known: Layouts | None,
-        shape: Callable[[Message], tuple[int, ...] | None],
         meanwhile: Callable[[threading.Event], None],
-    ) -> Layouts:
-        """Run this rank's of `rows`; what was learnt of the messages.
+    ) -> None:
+        """Run the row whose messages are `exchange`.
 
         `meanwhile` runs on the caller's thread, and is given what is set once the row is done.
         """
         done = threading.Event()
-        exchange = Exchange(self._ranks, self._transport, call, rows, known, shape)
-        row, progress = rows[self._ranks.rank], self._ranks.progress
+        row, progress = exchange.row, self._ranks.progress
 
         def run() -> None:
             try:
@@ -82,4 +77,3 @@ class RankRow:
 
         with progress.running(row, awaited):
             launch(run, wait)
-        return exchange.learnt

@@ -15,6 +15,7 @@ import torch
 from fxpipe.errors import InputError
 from fxpipe.runtime import microbatch
 from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.fit import sizes_of
 from fxpipe.runtime.mailbox import StoppedError
 from fxpipe.runtime.meeting import Given, Word, agreed
@@ -77,7 +78,8 @@ def run(
     with ranks.telling():
         with pipe._collected() if grad else nullcontext():
             # A closure's micro-batch may have any sizes: each message tells its own.
-            pipe._exchange(step, call, rows, None, lambda message: None, meanwhile)
+            exchange = Exchange(ranks, pipe._transport, call, rows, None, lambda message: None)
+            pipe._exchange(step, exchange, call, meanwhile)
         if grad and _scales():
             spread_overflow([*pipe.parameters()], ranks)
         samples = ranks.gather(call.samples)
