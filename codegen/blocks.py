@@ -14,26 +14,28 @@ A call that occurs once is written out where it stands.
 import keyword
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
 
 from fxpipe.codegen.block import Block, Design, design, varying
 from fxpipe.codegen.calls import SEGMENT, Call, call_tree, op_counts
+from fxpipe.codegen.chains import called_in_turn, joined, made_of_chain
 from fxpipe.codegen.class_names import class_names
 from fxpipe.codegen.growing import grow_lists
-from fxpipe.codegen.loops import LOOP, called_modules, fold_loops, item_of
+from fxpipe.codegen.loops import fold_loops
 from fxpipe.codegen.made import Made, dtypes_within, made_of_stock
 from fxpipe.codegen.names import CALLED, called_values
 from fxpipe.codegen.parts import Facts, OutsideError, Part, find_slots
 from fxpipe.codegen.scope import Scope
-from fxpipe.codegen.segments import mark, set_apart
+from fxpipe.codegen.segments import mark
+from fxpipe.codegen.stage_scope import StageScopes
+from fxpipe.codegen.unfit import unfit_paths
 from fxpipe.codegen.wording import assigned_word
 from fxpipe.interpret import MODE
 from fxpipe.ir import Capture, Wiring
-from fxpipe.local_sizes import local_sizes
 from fxpipe.regions import REGION
 from fxpipe.source import calling_line
 
@@ -79,7 +81,7 @@ class _Rolling:
         calls = [call for tree in self.trees for call in tree.calls()]
         self.order = {call: place for place, call in enumerate(calls)}
         self.calls = Counter(call.path for call in calls)
-        self.unfit = _unfit(ops, self.calls, capture)
+        self.unfit = unfit_paths(ops, self.calls, capture)
         self.became: dict[fx.Node, fx.Node] = {}
         self.blocks: list[Block] = []
         self.names: set[str] = set(_RESERVED)
@@ -94,82 +96,8 @@ class _Rolling:
             self._level(found)
         stages = zip(self.trees, self.wiring.stages, strict=True)
         called = called_values(node for tree in self.trees for node in tree.nodes())
-        return Rolled(
-            tuple(self.blocks),
-            tuple(
-                self._stage(tree, tuple(p.value for p in stage.inputs), stage.outputs, called)
-                for tree, stage in stages
-            ),
-        )
-
-    def _stage(
-        self,
-        tree: Call,
-        inputs: tuple[str, ...],
-        outputs: tuple[str, ...],
-        called: Mapping[str, str],
-    ) -> Scope:
-        values = {node.name: node for node in self.graph.nodes}
-        given = [values[name] for name in inputs if self.capture.mode(name) == "both"]
-        nodes, methods = set_apart(tree.nodes(), self.facts, self.wanted, given)
-        nodes = fold_loops(grow_lists(nodes), self.made, self.wanted)
-        collected = [node.name for node in nodes if node.target is item_of]
-        outputs = (
-            *(name for name in outputs if name not in collected),
-            *(name for name in collected if name in outputs),
-        )
-        every = [*nodes, *(node for method in methods for node in method.nodes)]
-        made = {path: self.made[path] for node in every for path in called_modules(node)}
-        scopes = {}
-        for method in methods:
-            always = method.mode is not None  # it is called in that mode alone
-            for node in method.nodes:
-                node.meta.update({MODE: None} if always else {})
-            scopes[method.name] = self._scope(
-                method.nodes, method.inputs, method.outputs, made, called, always
-            )
-        scope = self._scope(nodes, inputs, outputs, made, called)
-        return replace(scope, methods=scopes)
-
-    def _scope(
-        self,
-        nodes: Sequence[fx.Node],
-        inputs: tuple[str, ...],
-        outputs: tuple[str, ...],
-        made: Mapping[str, Made],
-        called: Mapping[str, str],
-        always: bool = False,
-    ) -> Scope:
-        specs = self.capture.specs
-        crossing = () if always else (*inputs, *outputs)
-        modes = {v: m for v in crossing if (m := self.capture.mode(v)) != "both"}
-        sizes = local_sizes(specs[v] for v in inputs if v not in modes)
-        values = (*inputs, *(node.name for node in nodes), *outputs)
-        read = [used.name for node in nodes for used in node.all_input_nodes]
-        literals = {
-            name: sizes.text(text) or text
-            for name in read
-            if (text := self.capture.literals.get(name)) is not None
-        }
-        return Scope(
-            path="",
-            nodes=tuple(nodes),
-            inputs=inputs,
-            outputs=outputs,
-            made=made,
-            tree=self.capture.tree,
-            state=self.capture.state,
-            shapes={},
-            saved=self.capture.saved,
-            literals=literals,
-            texts=tuple(literals.values()),
-            specs={name: sizes.spec(specs[name]) for name in values if name in specs},
-            lists=frozenset(),
-            fixed=self.capture.fixed,
-            modes=modes,
-            settings={},
-            called=called,
-        )
+        scope = StageScopes(self.capture, self.graph, self.facts, self.made, self.wanted, called)
+        return Rolled(tuple(self.blocks), tuple(scope(tree, stage) for tree, stage in stages))
 
     def _level(self, found: Sequence[tuple[Call, Call]]) -> None:
         """Make nodes, or ops of the call around them, of calls that have none within them."""
@@ -199,39 +127,13 @@ class _Rolling:
     def _chain(self, call: Call) -> fx.Node | None:
         """The call of an nn.Sequential as one node, if all its modules are called as it does it."""
         module, nodes = self.capture.tree[call.path], call.nodes()
-        if type(module).forward is not nn.Sequential.forward or call.path in self.unfit:
+        if call.path in self.unfit:
             return None
-        chain: list[tuple[str, Made]] = []
-        before: fx.Node | None = None
-        waiting = iter(nodes)
-        for name, child in module._modules.items():
-            if type(child) is nn.Identity:
-                chain.append((name, made_of_stock(child)))
-                continue
-            node = next(waiting, None)
-            if node is None or node.target != f"{call.path}.{name}" or LOOP in node.meta:
-                return None
-            if len(node.args) != 1 or node.kwargs or before not in (None, node.args[0]):
-                return None
-            if before is not None and (len(before.users) > 1 or before.name in self.wanted):
-                return None
-            chain.append((name, self.made[str(node.target)]))
-            before = node
-        if before is None or next(waiting, None) is not None:
+        chain = called_in_turn(call.path, module, nodes, self.made, self.wanted)
+        if chain is None:
             return None
-        before.args, before.target = nodes[0].args, call.path
-        before.meta = {**before.meta, **self._call_meta(call)}
-        for node in reversed(nodes[:-1]):
-            self.graph.erase_node(node)
-        self.made[call.path] = Made(
-            "nn.Sequential",
-            {},
-            frozenset(),
-            nn.Sequential,
-            chain=tuple(chain),
-            dtypes=dtypes_within(chain),
-        )
-        return before
+        self.made[call.path] = made_of_chain(chain)
+        return joined(call.path, nodes, self._call_meta(call))
 
     def _dissolved(self, call: Call) -> list[fx.Node]:
         """The ops of a call for the call around it: what is one expression is of the line there."""
@@ -377,34 +279,6 @@ def _alike_enough(group: list[_Member]) -> Iterable[list[_Member]]:
         numbers = [slot.content for slot in member.part.slots if not slot.is_value]
         equal.setdefault(repr(numbers), []).append(member)
     return equal.values()
-
-
-def _unfit(
-    ops: Sequence[Sequence[fx.Node]], whole: Mapping[str, int], capture: Capture
-) -> set[str]:
-    """Paths of modules that no class can stand for.
-
-    Ops outside of their calls use something of them, or a cut divides one of several calls.
-    """
-    unfit: set[str] = set()
-    made: dict[str, set[str]] = {}
-    for node in (node for stage in ops for node in stage):
-        stack = node.meta.get("stack", ())
-        for path, key in stack:
-            made.setdefault(path, set()).add(key)
-        for name in _names_used(node, capture):
-            parts = name.split(".")
-            unfit |= {".".join(parts[:k]) for k in range(1, len(parts))} - {p for p, _ in stack}
-    divided = {path for path, keys in made.items() if len(keys) > max(1, whole.get(path, 0))}
-    return unfit | divided
-
-
-def _names_used(node: fx.Node, capture: Capture) -> Iterator[str]:
-    for used in node.all_input_nodes:
-        if used.op == "get_attr" and str(used.target) in capture.state:
-            yield str(used.target)
-    if node.op == "call_module":
-        yield str(node.target)
 
 
 def _copy(capture: Capture) -> tuple[fx.Graph, Mapping[str, fx.Node]]:
