@@ -14,7 +14,7 @@ from fxpipe.capture import capture as capture_model
 from fxpipe.capture import flat_inputs
 from fxpipe.codegen.emit import emit
 from fxpipe.errors import CaptureError, PlanError
-from fxpipe.ir import Capture, Chain, CheckpointMode, Network, Plan, Profile
+from fxpipe.ir import GIVEN, Capture, Chain, CheckpointMode, Network, Plan, Profile
 from fxpipe.optimizer import Optimizer, optimizer_of
 from fxpipe.package import Package
 from fxpipe.partial import largest_part
@@ -179,7 +179,7 @@ def _planned(
     progress: Callable[[float], None],
 ) -> Plan:
     """By the search if anything is left to it, else by the solver."""
-    name = schedule if isinstance(schedule, str) else "given"
+    name = schedule if isinstance(schedule, str) else GIVEN
     if table is None or checkpoint == AUTO:
         return search(
             chain,

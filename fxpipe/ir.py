@@ -122,8 +122,8 @@ class OpCost:
 
     `saved` are the storages that its backward keeps: (value whose memory it is, bytes), parameters
     left out. `weight_gradient_ms` is what of `backward_ms` is for weights alone. `workspace_bytes`
-    and `backward_bytes` are what forward and backward make, at their fullest; of a backward in two
-    halves, `arriving_bytes` of gradients that arrive wait for the second.
+    and `backward_bytes` are what forward and backward make, at their fullest. A backward in two
+    halves takes `halving_ms` longer, and `arriving_bytes` of gradients wait for the second half.
     """
 
     forward_ms: float
@@ -133,6 +133,7 @@ class OpCost:
     weight_gradient_ms: float = 0.0
     backward_bytes: int = 0
     arriving_bytes: int = 0
+    halving_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,8 @@ class Network:
 class Profile:
     """Costs by op, the links between devices, and how they were got.
 
-    `capacity_bytes` is what one device holds. `batch` is the micro-batch's rows.
+    `capacity_bytes` is what one device holds. `batch` is the micro-batch's rows. An action takes
+    `action_ms` besides its ops.
     """
 
     costs: Mapping[str, OpCost]
@@ -173,6 +175,7 @@ class Profile:
     batch: int
     fingerprint: str
     origin: str = "measured"
+    action_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +195,8 @@ class Block:
 
     `saved` and `parameters` name storages, so that what two blocks share is counted once a stage.
     `weight_gradient_ms` is what of `backward_ms` is for weights alone. While the block runs, either
-    way, `workspace_bytes` are there on top of what blocks up to it save; of a backward in two
-    halves, `arriving_bytes` of gradients wait for the second.
+    way, `workspace_bytes` are there on top of what blocks up to it save. A backward in two halves
+    takes `halving_ms` longer, and `arriving_bytes` of gradients wait for the second half.
     """
 
     ops: tuple[str, ...]
@@ -205,6 +208,7 @@ class Block:
     workspace_bytes: int = 0
     weight_gradient_ms: float = 0.0
     arriving_bytes: int = 0
+    halving_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,13 +219,14 @@ class Chain:
     are those read by another block than their producer's, or, as block `len(blocks)`, by the
     caller; model inputs (producer -1) go straight from the caller to each stage that reads them.
     `divides[k]` is the number of the model's modules that a cut after block k would divide; a bare
-    chain has none.
+    chain has none. An action of a stage takes `action_ms` besides its blocks.
     """
 
     blocks: tuple[Block, ...]
     values: tuple[Value, ...]
     cuttable: tuple[bool, ...]
     divides: tuple[int, ...] = ()
+    action_ms: float = 0.0
 
     def crossing(self, k: int) -> tuple[Value, ...]:
         """The values that a cut after block k sends on."""
@@ -258,6 +263,10 @@ class Estimate:
     stages: tuple[StageEstimate, ...]
     memory: tuple[tuple[tuple[float, int], ...], ...] = ()
     critical: tuple[Action, ...] = ()
+
+
+# The schedule's name where the table is the user's own.
+GIVEN = "given"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fxpipe.chain_file import ChainFile
 from fxpipe.compiler import chained
 from fxpipe.errors import FxpipeError
-from fxpipe.ir import Chain, CheckpointMode, Network, Plan
+from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
 from fxpipe.optimizer import optimizer_of
 from fxpipe.passes import order
 from fxpipe.passes.partition import partition
@@ -108,7 +108,7 @@ def answered(
     q = question
     start = time.perf_counter()
     check_settings(q.n_microbatches, q.loops, schedule, CheckpointMode.NEVER, "dp")
-    name = schedule if isinstance(schedule, str) else "given"
+    name = schedule if isinstance(schedule, str) else GIVEN
     plan = search(
         q.chain,
         schedule_name=name,

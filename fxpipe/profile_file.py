@@ -53,6 +53,7 @@ def load_profile(path: str | Path) -> Profile:
         for what in ("capacity_bytes", "batch"):
             if _number(what, getattr(profile, what)) < 1:
                 raise ValueError(f"{what} is {getattr(profile, what)}, not positive")
+        _not_negative("action_ms", profile.action_ms)
         return profile
     except OSError as error:
         raise InputError(f"the profile {path} can't be read: {error.strerror}") from error
@@ -65,7 +66,13 @@ def load_profile(path: str | Path) -> Profile:
 
 def _cost(op: str, data: dict[str, Any]) -> OpCost:
     cost = OpCost(**{**data, "saved": tuple((name, size) for name, size in data["saved"])})
-    for what in ("forward_ms", "backward_ms", "weight_gradient_ms", "workspace_bytes"):
+    for what in (
+        "forward_ms",
+        "backward_ms",
+        "weight_gradient_ms",
+        "halving_ms",
+        "workspace_bytes",
+    ):
         _not_negative(f"{what} of {op}", getattr(cost, what))
     for value, size in cost.saved:
         _not_negative(f"the bytes that {op} saves of {value}", size)

@@ -7,42 +7,60 @@ import copy
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.autograd.graph import get_gradient_edge
 
-from fxpipe.interpret import DTYPE, TRAINING, run_graph
+from fxpipe.interpret import DTYPE, TRAINING, Compute, run_graph
 from fxpipe.ir import Capture
 from fxpipe.runtime.lanes import Lanes
+from fxpipe.runtime.split import SplitBackward
 from fxpipe.runtime.stream import Device
 
 _REPEATS = 7
 
 
-def whole_ms(
-    capture: Capture, given: Sequence[Tensor], devices: Sequence[Device]
-) -> tuple[float, float]:
-    """Milliseconds of a forward, and of a backward that adds to the gradients, on one lane."""
-    over = threading.Event()
-    times: list[tuple[float, float]] = []
+class Whole(NamedTuple):
+    """Milliseconds of a forward, and of a backward that adds to the gradients, in one or halved."""
+
+    forward_ms: float
+    backward_ms: float
+    halves_ms: float
+
+
+def whole_ms(capture: Capture, given: Sequence[Tensor], devices: Sequence[Device]) -> Whole:
+    """The medians of several turns on one lane."""
+    all_busy, over = threading.Barrier(len(devices)), threading.Event()
+    times: list[Whole] = []
+
+    def begun(keeps_gradients: bool) -> _Twin:
+        try:
+            twin = _Twin(capture, given)
+            if not keeps_gradients:
+                twin.drop_gradients()
+            twin.run_ms(_backward)
+        finally:
+            all_busy.wait()
+        return twin
 
     def measured() -> None:
-        twin = _Twin(capture, given)
+        twin = begun(keeps_gradients=True)
         try:
-            times.extend(twin.run_ms() for _ in range(_REPEATS + 1))
+            for _ in range(_REPEATS):
+                times.append(Whole(*twin.run_ms(_backward), twin.run_ms(_halves)[1]))
         finally:
             over.set()
 
     def beside() -> None:
-        twin = _Twin(capture, given)
-        twin.drop_gradients()
+        twin = begun(keeps_gradients=False)
         while not over.is_set():
-            twin.run_ms()
+            twin.run_ms(_backward)
 
     Lanes(devices).run([measured, *[beside] * (len(devices) - 1)], over.set)
-    forward, backward = zip(*times[1:], strict=True)
-    return statistics.median(forward), statistics.median(backward)
+    return Whole(*map(statistics.median, zip(*times, strict=True)))
 
 
 class _Twin:
@@ -67,15 +85,40 @@ class _Twin:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
 
-    def run_ms(self) -> tuple[float, float]:
+    def run_ms(self, backward: "_Way") -> tuple[float, float]:
         """Milliseconds of a forward and of its backward."""
         inputs = [tensor.clone() for tensor in self._given]
+        first: list[Tensor] = []
+
+        def note(
+            node: fx.Node, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            value = compute(args, kwargs)
+            if not first and isinstance(value, Tensor) and value.requires_grad:
+                first.append(value)
+            return value
+
         start = time.perf_counter()
-        outputs = run_graph(self._graph, self._modules, self._state, inputs)
+        outputs = run_graph(self._graph, self._modules, self._state, inputs, note)
         between = time.perf_counter()
         made = [o for o in outputs if o is not None and o.requires_grad]
-        torch.autograd.backward(made, [torch.ones_like(output) for output in made])
+        backward(made, first)
         return 1e3 * (between - start), 1e3 * (time.perf_counter() - between)
+
+
+# Runs the backward of a graph from its outputs; also given is what could be a stage's input.
+_Way = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+
+
+def _backward(outputs: Sequence[Tensor], _: Sequence[Tensor]) -> None:
+    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+
+def _halves(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    edges = [get_gradient_edge(output) for output in outputs]
+    split = SplitBackward(edges, [torch.ones_like(output) for output in outputs])
+    split.input_gradients([get_gradient_edge(given) for given in inputs])
+    split.weight_gradients()
 
 
 def _leaf(parameter: nn.Parameter) -> nn.Parameter:

@@ -183,6 +183,7 @@ def _chain(capture: Capture, profile: Profile, blocks: Sequence[Sequence[str]]) 
         values=tuple(values),
         cuttable=(True,) * len(blocks),
         divides=tuple(_divides(capture, nodes, blocks)),
+        action_ms=profile.action_ms,
     )
 
 
@@ -229,4 +230,5 @@ def _block(
         workspace_bytes=max(needed[node.name] for node in nodes),
         weight_gradient_ms=sum(cost.weight_gradient_ms for cost in costs),
         arriving_bytes=sum(cost.arriving_bytes for cost in costs),
+        halving_ms=sum(cost.halving_ms for cost in costs),
     )

@@ -9,7 +9,8 @@ from math import ceil
 
 from fxpipe.passes.order_model import PARTS, OrderModel
 from fxpipe.passes.order_problem import OrderProblem
-from fxpipe.schedule import Action, Kind, Schedule
+from fxpipe.passes.order_whole import whole_where_it_pays
+from fxpipe.schedule import Action, Schedule
 
 # Rounding down loses less than this share of the step for each action on the critical path. With
 # ten times as many, small problems take several times as long.
@@ -56,7 +57,7 @@ def solve(
                 continue
         if not greedy:
             break
-    best = whole(problem, best)
+    best = whole_where_it_pays(best, problem.simulate, problem.capacity_bytes)
     over, step_ms = problem.rank(best)
     return best, bound_ms if over else min(bound_ms, step_ms)
 
@@ -102,21 +103,3 @@ def _unit_ms(problem: OrderProblem, step_ms: float) -> float:
     )
     shortest = min((ms for ms in actions if ms), default=1.0)
     return shortest / ceil(shortest * _UNITS_PER_STEP / step_ms) if step_ms else 1.0
-
-
-def whole(problem: OrderProblem, schedule: Schedule) -> Schedule:
-    """The same order with I and W as one B, where W comes next and the step gets no longer."""
-    best = problem.rank(schedule)
-    for device in range(len(schedule.rows)):
-        place = 0
-        while place + 1 < len(row := schedule.rows[device]):
-            first, second = row[place : place + 2]
-            if second == Action(first.stage, Kind.WEIGHT, first.microbatch):
-                both = Action(first.stage, Kind.BACKWARD, first.microbatch)
-                rows = list(schedule.rows)
-                rows[device] = (*row[:place], both, *row[place + 2 :])
-                merged = Schedule(tuple(rows))
-                if (rank := problem.rank(merged)) <= best:
-                    schedule, best = merged, rank
-            place += 1
-    return schedule

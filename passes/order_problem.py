@@ -61,7 +61,7 @@ class OrderProblem:
             return cost.weight_gradient_ms
         again = self.recompute[action.stage][action.microbatch]
         again_ms = cost.again_ms + (cost.forward_ms if again else 0.0)
-        return cost.backward_ms - cost.weight_gradient_ms + again_ms
+        return cost.backward_ms - cost.weight_gradient_ms + cost.halving_ms + again_ms
 
     def held_bytes(self, action: Action) -> int:
         """What an F or I adds to memory until its micro-batch's W has ended, besides messages."""

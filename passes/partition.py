@@ -4,11 +4,13 @@ Solvers look for cuts in their own ways, but all are judged by `Scorer`, which a
 so that a plan's estimate is always the simulator's word.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from fxpipe.errors import PlanError
-from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, Plan
+from fxpipe.ir import GIVEN, Chain, CheckpointMode, Estimate, Network, Plan
 from fxpipe.passes import checkpoints, order
+from fxpipe.passes.order_whole import whole_where_it_pays
 from fxpipe.passes.partition_costs import Cuts, edges_of, evaluate, size_text
 from fxpipe.schedule import Schedule
 
@@ -66,16 +68,19 @@ class Scorer:
     def estimate(self, cuts: Cuts) -> Estimate:
         """The simulator's word on `cuts`."""
         if cuts not in self.estimates:
-            p = self.problem
-            self.estimates[cuts] = evaluate(
-                p.chain,
-                cuts,
-                schedule=p.schedule,
-                checkpoint=p.checkpoint,
-                network=p.network,
-                training_factor=p.training_factor,
-            )
+            self.estimates[cuts] = self.under(cuts, self.problem.schedule)
         return self.estimates[cuts]
+
+    def under(self, cuts: Cuts, schedule: Schedule) -> Estimate:
+        """The same, under another order of the same stages' actions."""
+        return evaluate(
+            self.problem.chain,
+            cuts,
+            schedule=schedule,
+            checkpoint=self.problem.checkpoint,
+            network=self.problem.network,
+            training_factor=self.problem.training_factor,
+        )
 
     def __call__(self, cuts: Cuts) -> tuple[int, float, Cuts]:
         """What to sort cuts by, best first."""
@@ -129,14 +134,23 @@ def partition(
     )
     score = Scorer(problem)
     solution = _solve(solver, score, seed, time_limit_s)
-    cuts = tidy(score, solution.cuts)
+    found = solution.cuts
+    if isinstance(schedule, str) and problem.schedule.split:
+        # With backwards whole where that pays, other cuts may be better.
+        under = partial(score.under, found)
+        table = whole_where_it_pays(problem.schedule, under, capacity_bytes)
+        problem = replace(problem, schedule=table)
+        score = Scorer(problem)
+        solution = _solve(solver, score, seed, time_limit_s)
+        found = min(found, solution.cuts, key=score)
+    cuts = tidy(score, found)
     estimate = score.estimate(cuts)
     if score(cuts)[0] > 0:
         raise PlanError(_does_not_fit(problem, estimate, checkpoint))
     return Plan(
         cuts=cuts,
         stage_to_device=problem.schedule.stage_to_device,
-        schedule_name=schedule if isinstance(schedule, str) else "given",
+        schedule_name=schedule if isinstance(schedule, str) else GIVEN,
         schedule=problem.schedule,
         checkpoint=problem.checkpoint,
         estimate=estimate,

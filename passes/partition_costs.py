@@ -163,8 +163,10 @@ def _stage_cost(
     halved: bool,
 ) -> StageCost:
     blocks = chain.blocks[begin:end]
-    backward_ms = sum(block.backward_ms for block in blocks)
-    weight_gradient_ms = sum(block.weight_gradient_ms for block in blocks)
+    action_ms = chain.action_ms
+    backward_ms = action_ms + sum(block.backward_ms for block in blocks)
+    weight_gradient_ms = action_ms + sum(block.weight_gradient_ms for block in blocks)
+    halving_ms = action_ms + sum(block.halving_ms for block in blocks)
     buffers = dict(one for block in blocks for one in block.buffers)
     saved = {name: size for block in blocks for name, size in block.saved if name not in received}
     # Where nobody waits for a gradient, W does it all: no half of it could be left out.
@@ -178,7 +180,7 @@ def _stage_cost(
         # their stages receive stays.
         needed += passing_bytes + ceil(FRAGMENTATION * (static_bytes + saved_bytes))
     return StageCost(
-        forward_ms=sum(block.forward_ms for block in blocks),
+        forward_ms=action_ms + sum(block.forward_ms for block in blocks),
         backward_ms=backward_ms,
         static_bytes=static_bytes,
         saved_bytes=saved_bytes,
@@ -187,6 +189,7 @@ def _stage_cost(
         passing_bytes=passing_bytes if needed else 0,
         weight_gradient_ms=weight_gradient_ms if sends_back else backward_ms,
         arriving_bytes=sum(block.arriving_bytes for block in blocks) if halved else 0,
+        halving_ms=halving_ms if sends_back else action_ms,
     )
 
 

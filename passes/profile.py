@@ -16,6 +16,7 @@ from fxpipe.interpret import DTYPE, TRAINING, run_graph, untouched
 from fxpipe.ir import Capture, OpCost, Profile
 from fxpipe.links import measure_network
 from fxpipe.meter import Meter, backward_ms, first_microbatch
+from fxpipe.overhead import action_ms
 from fxpipe.runtime.stream import (
     Device,
     capacities,
@@ -25,7 +26,7 @@ from fxpipe.runtime.stream import (
     use_streams,
 )
 from fxpipe.stopwatch import StopWatch
-from fxpipe.whole import whole_ms
+from fxpipe.whole import Whole, whole_ms
 
 
 def profile(
@@ -53,8 +54,10 @@ def profile(
             given = [tensor.to(device) for tensor in microbatch]
             model.train()
             costs = _measure(capture, given, device)
+            overhead_ms = 0.0  # of the host, which runs ahead of other devices
             if device.type == "cpu":  # elsewhere the whole model may not fit
-                costs = _scaled(costs, *whole_ms(capture, given, devices))
+                costs = _scaled(costs, whole_ms(capture, given, devices))
+                overhead_ms = action_ms()
     finally:
         torch.set_num_threads(threads)
     return Profile(
@@ -64,6 +67,7 @@ def profile(
         capacity_bytes=min(capacities(devices)),
         batch=-(-capture.batch // n_microbatches),
         fingerprint=capture.fingerprint,
+        action_ms=overhead_ms,
     )
 
 
@@ -77,18 +81,19 @@ def _measure(capture: Capture, given: Sequence[Tensor], device: torch.device) ->
     return meter.costs
 
 
-def _scaled(
-    costs: Mapping[str, OpCost], forward_ms: float, backward_ms: float
-) -> dict[str, OpCost]:
-    """The same costs in proportion, with these sums."""
-    forward = forward_ms / (sum(cost.forward_ms for cost in costs.values()) or 1.0)
-    backward = backward_ms / (sum(cost.backward_ms for cost in costs.values()) or 1.0)
+def _scaled(costs: Mapping[str, OpCost], whole: Whole) -> dict[str, OpCost]:
+    """The same costs in proportion, with these sums; halving costs each op's backward as much."""
+    forward = whole.forward_ms / (sum(cost.forward_ms for cost in costs.values()) or 1.0)
+    backward = whole.backward_ms / (sum(cost.backward_ms for cost in costs.values()) or 1.0)
+    halved = sum(cost.backward_ms > 0 for cost in costs.values()) or 1
+    halving_ms = max(0.0, whole.halves_ms - whole.backward_ms) / halved
     return {
         name: dataclasses.replace(
             cost,
             forward_ms=cost.forward_ms * forward,
             backward_ms=cost.backward_ms * backward,
             weight_gradient_ms=cost.weight_gradient_ms * backward,
+            halving_ms=halving_ms if cost.backward_ms > 0 else 0.0,
         )
         for name, cost in costs.items()
     }

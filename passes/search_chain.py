@@ -23,9 +23,11 @@ class ChainArrays:
     `..._befores` is the block that named the same one last, -1 for none.
     """
 
+    action_ms: float
     forward_before: _Floats
     backward_before: _Floats
     weight_before: _Floats
+    halving_before: _Floats
     workspaces: _Ints
     arriving_before: _Ints
     crossing: _Ints
@@ -57,9 +59,11 @@ def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
         for block in blocks
     ]
     return ChainArrays(
+        action_ms=chain.action_ms,
         forward_before=_before(block.forward_ms for block in blocks),
         backward_before=_before(block.backward_ms for block in blocks),
         weight_before=_before(block.weight_gradient_ms for block in blocks),
+        halving_before=_before(block.halving_ms for block in blocks),
         workspaces=np.array([block.workspace_bytes for block in blocks], np.int64),
         arriving_before=np.concatenate(
             ([0], np.cumsum([block.arriving_bytes for block in blocks], dtype=np.int64))

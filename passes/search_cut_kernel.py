@@ -87,7 +87,8 @@ def stage_memory(  # type: ignore[no-untyped-def]
 @compiled
 def cut(  # type: ignore[no-untyped-def]
     bounds, n_microbatches, device_of, prices, split,
-    forward_before, backward_before, weight_before, workspaces, arriving_before, crossing,
+    action_ms, forward_before, backward_before, weight_before, halving_before,
+    workspaces, arriving_before, crossing,
     saved_ends, saved_befores, saved_sizes, saved_values,
     static_ends, static_befores, static_sizes,
     producers, value_sizes, gradients, read_ends, readers,
@@ -128,9 +129,12 @@ def cut(  # type: ignore[no-untyped-def]
                 back[source, target] = max(back[source, target], 0) + value_sizes[value]
     for j in range(n):
         begin, end = bounds[j], bounds[j + 1]
-        forward = forward_before[end] - forward_before[begin]
-        backward = backward_before[end] - backward_before[begin]
-        weight = weight_before[end] - weight_before[begin] if sends_back[j] else backward
+        forward = action_ms + forward_before[end] - forward_before[begin]
+        backward = action_ms + backward_before[end] - backward_before[begin]
+        weight, halving = backward, action_ms
+        if sends_back[j]:
+            weight = action_ms + weight_before[end] - weight_before[begin]
+            halving = action_ms + halving_before[end] - halving_before[begin]
         kept, comes, largest, again_ms = stage_memory(
             begin, end, prices[j], forward_before, crossing,
             saved_ends, saved_befores, saved_sizes, saved_values,
@@ -141,7 +145,7 @@ def cut(  # type: ignore[no-untyped-def]
         for k in range(2):
             lasts[FORWARD, j, k] = forward
             lasts[BACKWARD, j, k] = backward + again_ms
-            lasts[INPUT, j, k] = backward + again_ms - weight
+            lasts[INPUT, j, k] = backward + again_ms - weight + halving
             lasts[WEIGHT, j, k] = weight
             keeps[j, k] = inputs[j] + kept
             comes_back[j, k] = largest

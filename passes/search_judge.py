@@ -82,9 +82,11 @@ class Judge:
         self.capacity = np.array(problem.capacity_bytes, np.int64)
         self.edges = np.array(problem.edges, np.int64)
         self.prices = self._prices()
-        sums = self.chain.forward_before, self.chain.backward_before, self.chain.weight_before
-        message_ms = self.chain.crossing / problem.network.link.bytes_per_ms
-        self.by_place = tuple(costs[self.edges] for costs in (*sums, message_ms))
+        chain = self.chain
+        costs = chain.forward_before, chain.backward_before, chain.weight_before
+        message_ms = chain.crossing / problem.network.link.bytes_per_ms
+        sums = (*costs, chain.halving_before, message_ms)
+        self.by_place = tuple(each[self.edges] for each in sums)
         self._rows: dict[int, tuple[Schedule, Any]] = {}
 
     def _prices(self) -> list[float]:

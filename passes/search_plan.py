@@ -1,18 +1,19 @@
 """From what the search found to a plan: its table, its segments, its estimate, its bound."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
 from fxpipe.errors import PlanError
-from fxpipe.ir import Chain, CheckpointMode, Network, Plan
+from fxpipe.ir import GIVEN, Chain, CheckpointMode, Estimate, Network, Plan
 from fxpipe.passes import checkpoints
+from fxpipe.passes.order_whole import whole_where_it_pays
 from fxpipe.passes.partition_costs import edges_of, evaluate, size_text
 from fxpipe.passes.partition_tidy import MOST_LONGER, REACH
 from fxpipe.passes.search import Search, table_of
 from fxpipe.passes.search_judge import Found, Judge, SearchProblem
-from fxpipe.schedule import Action, Kind, Schedule
+from fxpipe.schedule import Schedule
 
 NAME = "auto"
 LOOPS = (1, 2, 3, 4, 6)
@@ -96,8 +97,8 @@ def _plan(
     segments = tuple(runs(again.tolist(), begin, end) for begin, end in pairwise(bounds))
     checkpoint = checkpoints.place(CheckpointMode.NEVER, len(segments))
 
-    def plan(table: Schedule) -> Plan:
-        estimate = evaluate(
+    def estimated(table: Schedule) -> Estimate:
+        return evaluate(
             problem.chain,
             bounds[1:-1],
             schedule=table,
@@ -106,27 +107,21 @@ def _plan(
             training_factor=problem.training_factor,
             segments=segments,
         )
-        return Plan(
-            cuts=bounds[1:-1],
-            stage_to_device=table.stage_to_device,
-            schedule_name=schedule_name,
-            schedule=table,
-            checkpoint=checkpoint,
-            estimate=estimate,
-            solver="search",
-            bound_ms=bound_ms,
-            segments=segments if any(segments) else (),
-        )
 
-    best = plan(problem.table or table_of(found, problem.n_devices))
-    if problem.table is not None:
-        return best
-    for stages in (range(len(segments)), *((j,) for j in range(len(segments)))):
-        merged = plan(whole(best.schedule, stages))
-        no_longer = merged.estimate.step_ms <= best.estimate.step_ms * (1 + 1e-9)
-        if no_longer and lacking(problem, merged) <= max(0, lacking(problem, best)):
-            best = merged
-    return best
+    table = problem.table or table_of(found, problem.n_devices)
+    if schedule_name != GIVEN:
+        table = whole_where_it_pays(table, estimated, problem.capacity_bytes)
+    return Plan(
+        cuts=bounds[1:-1],
+        stage_to_device=table.stage_to_device,
+        schedule_name=schedule_name,
+        schedule=table,
+        checkpoint=checkpoint,
+        estimate=estimated(table),
+        solver="search",
+        bound_ms=bound_ms,
+        segments=segments if any(segments) else (),
+    )
 
 
 def tidied(judge: Judge, found: Found) -> Found:
@@ -156,25 +151,6 @@ def lacking(problem: SearchProblem, plan: Plan) -> int:
     """How many bytes the device lacks that lacks most; negative if all have some to spare."""
     peaks = zip(plan.estimate.peak_bytes, problem.capacity_bytes, strict=True)
     return max(peak - capacity for peak, capacity in peaks)
-
-
-def whole(schedule: Schedule, stages: Sequence[int]) -> Schedule:
-    """The table with I and W of these stages as one B where W comes right after I."""
-    rows = []
-    for row in schedule.rows:
-        made: list[Action] = []
-        for action in row:
-            last = made[-1] if made else None
-            if (
-                action.kind is Kind.WEIGHT
-                and action.stage in stages
-                and last == replace(action, kind=Kind.INPUT)
-            ):
-                made[-1] = replace(action, kind=Kind.BACKWARD)
-            else:
-                made.append(action)
-        rows.append(tuple(made))
-    return Schedule(tuple(rows))
 
 
 def runs(marked: list[bool], begin: int, end: int) -> tuple[tuple[int, int], ...]:

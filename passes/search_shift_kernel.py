@@ -28,7 +28,8 @@ def critical_counts(kinds, stages, ends, waited_for, device_of):  # type: ignore
 
 @compiled
 def critical_ms(  # type: ignore[no-untyped-def]
-    path, counts, messages, forward_before, backward_before, weight_before, message_ms
+    path, counts, messages,
+    forward_before, backward_before, weight_before, halving_before, message_ms,
 ):  # fmt: skip
     """How long what a step hangs on takes with these bounds; costs are by place."""
     ms = 0.0
@@ -37,7 +38,10 @@ def critical_ms(  # type: ignore[no-untyped-def]
         weight = weight_before[end] - weight_before[begin]
         backward = backward_before[end] - backward_before[begin]
         ms += counts[FORWARD, j] * (forward_before[end] - forward_before[begin])
-        ms += counts[BACKWARD, j] * backward + counts[INPUT, j] * (backward - weight)
+        first = backward - weight
+        if j > 0:
+            first += halving_before[end] - halving_before[begin]
+        ms += counts[BACKWARD, j] * backward + counts[INPUT, j] * first
         ms += counts[WEIGHT, j] * weight + messages[j] * message_ms[end]
     return ms
 

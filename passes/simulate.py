@@ -47,8 +47,9 @@ class StageCost:
 
     `weight_gradient_ms` is what of `backward_ms` is for weights alone. The stage's segments, if it
     has any, compute `again_bytes` of what they save again, in `again_ms`, in every backward. If its
-    backward is halved, `arriving_bytes` of gradients wait for the second half. `passing_bytes` of
-    what it receives are gone after F, unless it recomputes.
+    backward is halved, the first half takes `halving_ms` longer than its part of the whole, and
+    `arriving_bytes` of gradients wait for the second. `passing_bytes` of what it receives are gone
+    after F, unless it recomputes.
     """
 
     forward_ms: float
@@ -62,6 +63,7 @@ class StageCost:
     again_bytes: int = 0
     arriving_bytes: int = 0
     passing_bytes: int = 0
+    halving_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +264,10 @@ def _times(cost: StageCost) -> list[tuple[float, float]]:
     """By kind: how long it takes, and how long if the micro-batch is recomputed."""
     forward, backward = cost.forward_ms, cost.backward_ms + cost.again_ms
     weight = cost.weight_gradient_ms
+    first = backward - weight + cost.halving_ms
     return [
         (forward, forward),
         (backward, backward + forward),
-        (backward - weight, backward + forward - weight),
+        (first, first + forward),
         (weight, weight),
     ]

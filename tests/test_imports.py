@@ -30,6 +30,7 @@ HELPERS = (
     "fxpipe.liveness",
     "fxpipe.memory",
     "fxpipe.meter",
+    "fxpipe.overhead",
     "fxpipe.regions",
     "fxpipe.roofline",
     "fxpipe.source",

@@ -1,5 +1,6 @@
 """Chains made by hand or at random, and all ways to cut a small one."""
 
+from dataclasses import replace
 from itertools import combinations
 from random import Random
 from typing import Any
@@ -8,6 +9,7 @@ from fxpipe.ir import Block, Chain, CheckpointMode, Network, Value
 from fxpipe.passes.checkpoints import place
 from fxpipe.passes.order import build
 from fxpipe.passes.partition_costs import evaluate
+from fxpipe.schedule import Schedule
 
 KIB = 1024
 
@@ -19,6 +21,7 @@ def block(
     saved: int = 0,
     parameters: int = 0,
     weight_gradient_ms: float = 0.0,
+    halving_ms: float = 0.0,
 ) -> Block:
     """A block of one op with storages of its own."""
     return Block(
@@ -28,6 +31,7 @@ def block(
         saved=((f"{name}.saved", saved),),
         parameters=((f"{name}.weight", parameters),),
         weight_gradient_ms=weight_gradient_ms,
+        halving_ms=halving_ms,
     )
 
 
@@ -35,6 +39,12 @@ def plain(blocks: list[Block], n_bytes: int = 1000) -> Chain:
     """Each block hands one value to the next; the last one's is the model's output."""
     values = [Value(f"v{k}", n_bytes, k, (k + 1,), gradient=True) for k in range(len(blocks))]
     return Chain(tuple(blocks), tuple(values), (True,) * len(blocks))
+
+
+def halved_slowly(chain: Chain, random: Random) -> Chain:
+    """The same, where backwards in halves take longer, and each action some time besides."""
+    blocks = (replace(one, halving_ms=random.choice((0.0, 0.1))) for one in chain.blocks)
+    return replace(chain, blocks=tuple(blocks), action_ms=random.choice((0.0, 0.05)))
 
 
 def random_chain(random: Random, n_blocks: int, n_skips: int = 0) -> Chain:
@@ -69,7 +79,7 @@ def every_plan(
     *,
     n_stages: int,
     n_microbatches: int,
-    schedule: str,
+    schedule: str | Schedule,
     checkpoint: CheckpointMode,
     network: Network,
     capacity_bytes: tuple[int, ...],
@@ -77,7 +87,9 @@ def every_plan(
 ) -> list[tuple[float, int]]:
     """Step and highest peak of each way to cut the chain that fits, the shortest step first."""
     places = [k + 1 for k in range(len(chain.blocks) - 1) if chain.cuttable[k]]
-    table = build(schedule, n_stages // loops, n_microbatches, loops)
+    table = schedule
+    if isinstance(schedule, str):
+        table = build(schedule, n_stages // loops, n_microbatches, loops)
     modes = place(checkpoint, n_stages)
     estimates = (
         evaluate(chain, cuts, schedule=table, checkpoint=modes, network=network)

@@ -92,7 +92,7 @@ def naive(
         if action.kind is W:
             return start(action) + cost.weight_gradient_ms
         again = cost.forward_ms if recompute[action.stage][action.microbatch] else 0.0
-        later = cost.weight_gradient_ms if action.kind is HALF else 0.0
+        later = cost.weight_gradient_ms - cost.halving_ms if action.kind is HALF else 0.0
         return start(action) + cost.backward_ms + cost.again_ms + again - later
 
     @cache

@@ -9,7 +9,7 @@ import pytest
 
 from fxpipe.ir import Link, Network
 from fxpipe.passes import order
-from fxpipe.passes.order_cpsat import solve, whole
+from fxpipe.passes.order_cpsat import solve
 from fxpipe.passes.order_problem import OrderProblem
 from fxpipe.passes.simulate import Message, StageCost
 from fxpipe.schedule import Action, Kind, Schedule, clock_order
@@ -130,9 +130,3 @@ def test_stages_in_the_shape_of_a_v_go_as_fast_as_zb_v() -> None:
     found, bound_ms = solve(problem, hint=serial, seed=0, time_limit_s=60)
     assert problem.rank(found) == problem.rank(v) == (0, 125.0)
     assert bound_ms == 125.0
-
-
-def test_a_backward_is_whole_where_that_costs_nothing() -> None:
-    problem = uniform(2, 2, in_flight=2)
-    halved = Schedule.from_csv("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n")
-    assert whole(problem, halved).to_csv() == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1I1,1W1\n"

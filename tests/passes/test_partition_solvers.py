@@ -15,6 +15,7 @@ from chains import between, every_plan, random_chain
 from pairs import all_pairs
 
 from fxpipe.ir import Chain, CheckpointMode, Link, Network, Plan
+from fxpipe.passes import order
 from fxpipe.passes.partition import SOLVERS, partition
 
 ROOMY = 10**12
@@ -92,18 +93,23 @@ def test_with_two_stages_a_device_too(seed: int, tight: bool, schedule: str) -> 
 @pytest.mark.parametrize("seed", range(8))
 def test_with_halved_backwards_too(seed: int, tight: bool) -> None:
     chain, asked = question(seed, skips=True, tight=False)
-    asked["schedule"] = "zb-h1"
+    asked["schedule"] = order.build("zb-h1", asked["n_stages"], asked["n_microbatches"])
     if tight:
         asked["capacity_bytes"] = between(chain, asked)
     best_ms, _ = every_plan(chain, **asked)[0]
 
     plans = {solver: partition(chain, **asked, solver=solver) for solver in SOLVERS}
+    named = partition(chain, **asked | {"schedule": "zb-h1"}, solver="cpsat")
 
     assert all(plan.estimate.step_ms <= 1.10 * best_ms for plan in plans.values())
     assert all(max(p.estimate.peak_bytes) <= min(asked["capacity_bytes"]) for p in plans.values())
     assert plans["cpsat"].estimate.step_ms <= 1.01 * best_ms
     assert plans["cpsat"].bound_ms is not None
     assert plans["cpsat"].bound_ms <= best_ms
+    # By its name, backwards are whole where that makes no step longer.
+    assert named.estimate.step_ms <= 1.01 * best_ms
+    assert named.bound_ms is not None
+    assert named.bound_ms <= named.estimate.step_ms
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -9,6 +9,7 @@ from fxpipe.errors import InputError
 from fxpipe.ir import OpCost
 from fxpipe.passes.profile import _scaled, profile
 from fxpipe.runtime.stream import parse_devices
+from fxpipe.whole import Whole
 
 
 def measured(model, x, m=2):
@@ -67,9 +68,17 @@ def test_the_part_of_a_backward_that_is_for_weights():
 
 def test_ops_add_up_to_the_whole():
     costs = {name: OpCost(2.0, 3.0) for name in "abc"}
-    scaled = _scaled(costs, forward_ms=60.0, backward_ms=6.0)
+    scaled = _scaled(costs, Whole(forward_ms=60.0, backward_ms=6.0, halves_ms=7.5))
     assert sum(cost.forward_ms for cost in scaled.values()) == pytest.approx(60)
     assert sum(cost.backward_ms for cost in scaled.values()) == pytest.approx(6)
+    assert [cost.halving_ms for cost in scaled.values()] == [0.5] * 3
+
+
+def test_halves_that_take_no_longer_cost_nothing():
+    scaled = _scaled({"a": OpCost(2.0, 3.0), "b": OpCost(1.0, 0.0)}, Whole(6.0, 6.0, 5.0))
+    assert [cost.halving_ms for cost in scaled.values()] == [0.0, 0.0]
+    scaled = _scaled({"a": OpCost(2.0, 3.0), "b": OpCost(1.0, 0.0)}, Whole(6.0, 6.0, 7.0))
+    assert [cost.halving_ms for cost in scaled.values()] == [1.0, 0.0]  # b has no backward
 
 
 def test_saved_bytes_count_each_storage_once():

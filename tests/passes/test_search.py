@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from chains import KIB, block, plain, random_chain
+from chains import KIB, block, halved_slowly, plain, random_chain
 
 from fxpipe.errors import PlanError
 from fxpipe.ir import Chain, CheckpointMode, Link, Network
@@ -74,7 +74,7 @@ def searched(asked: SearchProblem, seed: int = 0) -> search_plan.Plan:
 @pytest.mark.parametrize("seed", range(12))
 def test_the_judge_says_what_the_simulator_says(seed: int) -> None:
     random = Random(seed)
-    chain = random_chain(random, 24, n_skips=4)
+    chain = halved_slowly(random_chain(random, 24, n_skips=4), random)
     p, m = random.choice([2, 3]), random.choice([2, 4])
     asked = problem(chain, p, m, recompute=True)
     judge = Judge(asked)
@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_computed_again() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_step_hangs_on_adds_up_to_it(seed: int) -> None:
-    chain = random_chain(Random(seed), 24)
+    chain = replace(halved_slowly(random_chain(Random(seed), 24), Random(seed)), action_ms=0.0)
     judge = Judge(problem(chain, 3, 6, network=Network(Link(0.0, 1e6))))
     candidate = Candidate(even_path(chain, judge.problem.edges, 6), (0, 1, 2) * 2, (0,) * 6)
     found = judge(candidate, (1,), 1)

@@ -167,6 +167,7 @@ def test_random_tables_against_the_naive_simulator(seed: int) -> None:
             again_bytes=2 * again,
             arriving_bytes=random.choice((0, 2)),
             passing_bytes=random.choice((0, 1)),
+            halving_ms=random.choice((0, 1)),
         )
         for again in random.choices((0, 0, 3), k=n)
     ]
