@@ -23,6 +23,7 @@ from fxpipe.passes.linearize import linearize
 from fxpipe.passes.partition import partition
 from fxpipe.passes.portals import wire
 from fxpipe.passes.profile import profile as profile_ops
+from fxpipe.passes.search_named import candidate, named_candidates
 from fxpipe.passes.search_plan import LOOPS, TIME_LIMIT_S, search
 from fxpipe.passes.search_plan import NAME as AUTO
 from fxpipe.runtime.manifest import OptimizerSpec
@@ -141,6 +142,27 @@ def compile(
     if not found:
         raise unfit[-1]
     priced, chain, plan = min(found, key=lambda one: one[2].estimate.step_ms)
+    capacity_bytes = room or (priced.capacity_bytes,) * len(lanes)
+    others = [
+        candidate(
+            other.schedule_name,
+            other.schedule.n_microbatches,
+            other.schedule.n_stages,
+            other.estimate,
+            capacity_bytes,
+        )
+        for _, _, other in found
+        if other is not plan
+    ]
+    named = named_candidates(
+        chain,
+        n_devices=len(lanes),
+        n_microbatches=plan.schedule.n_microbatches,
+        checkpoint=CheckpointMode.NEVER if checkpoint == AUTO else CheckpointMode(checkpoint),
+        network=network or priced.network,
+        capacity_bytes=capacity_bytes,
+        training_factor=training_factor,
+    )
     with line("portals"):
         wiring = wire(captured, chain, plan)
     with line("emit"):
@@ -150,12 +172,13 @@ def compile(
             plan,
             wiring,
             devices=tuple(map(str, lanes)),
-            capacity_bytes=room or (priced.capacity_bytes,) * len(lanes),
+            capacity_bytes=capacity_bytes,
         )
     manifest = dataclasses.replace(
         manifest,
         part=None if part is None else part.spec,
         optimizer=OptimizerSpec(str(optimizer), training_factor),
+        candidates=(*others, *named),
     )
     return Package(manifest, captured, priced, chain, plan, wiring, files, line.seconds)
 

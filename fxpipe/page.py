@@ -11,7 +11,7 @@ from fxpipe.chart import chart
 from fxpipe.comparison import compare, figures
 from fxpipe.edits import Edits
 from fxpipe.report import bytes_text, devices_text, ms_text, package_json
-from fxpipe.runtime.manifest import Manifest
+from fxpipe.runtime.manifest import CandidateSpec, Manifest
 from fxpipe.view import View
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -43,12 +43,29 @@ def page(manifest: Manifest, edits: Edits, views: Sequence[View]) -> str:
         manifest=manifest,
         devices=devices_text(manifest.devices),
         cuts=_cuts(facts["values"]),
+        candidates=_candidates(manifest),
         edits=[f"{how} {', '.join(names)}" for how, names in facts["files"].items() if names],
         chart=chart(views),
         legend=legend,
         measured=len(views) > 1,
         figures=compare(figures(views[0]), [figures(view) for view in views[1:]]),
     )
+
+
+def _candidates(manifest: Manifest) -> list[tuple[CandidateSpec, bool]]:
+    """The plan among those that it was weighed against, the shortest step first; which it is."""
+    estimate = manifest.estimate
+    own = CandidateSpec(
+        manifest.schedule,
+        manifest.microbatches,
+        len(manifest.stages),
+        estimate.step_ms,
+        estimate.bubble,
+        max(estimate.peak_bytes),
+        fits=True,
+    )
+    every = [(own, True), *((other, False) for other in manifest.candidates)]
+    return sorted(every, key=lambda one: one[0].step_ms)
 
 
 def _cuts(values: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

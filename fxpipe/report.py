@@ -63,6 +63,7 @@ def package_json(manifest: Manifest, edits: Edits) -> dict[str, Any]:
             for port in stage.inputs
             if port.source is not None
         ],
+        "candidates": [asdict(candidate) for candidate in manifest.candidates],
         "shared_parameters": {name: list(js) for name, js in _shared(manifest).items()},
         "files": asdict(edits),
     }

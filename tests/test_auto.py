@@ -95,6 +95,7 @@ def test_the_number_of_microbatches_is_chosen_too() -> None:
         for m in (2, 4, 8)
     }
     assert package.manifest.microbatches == min(steps, key=steps.__getitem__)
+    assert {one.microbatches for one in package.manifest.candidates} == {2, 4, 8}
 
 
 def test_what_does_not_go_together_is_told() -> None:

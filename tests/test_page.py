@@ -13,7 +13,7 @@ from plans import stepped
 from fxpipe import view
 from fxpipe.edits import Edits
 from fxpipe.page import page
-from fxpipe.runtime.manifest import Manifest, PartSpec, SegmentSpec
+from fxpipe.runtime.manifest import CandidateSpec, Manifest, PartSpec, SegmentSpec
 from fxpipe.runtime.trace import Event
 from fxpipe.view import View
 
@@ -199,3 +199,15 @@ def test_an_error_on_the_page_would_be_seen(tmp_path):
     file = tmp_path / "report.html"
     file.write_text(text())
     assert seen(file, "nothing.here()")[1] != []
+
+
+def test_candidates_are_there_the_shortest_step_first_and_the_plan_among_them():
+    others = (
+        CandidateSpec("gpipe", 1, 2, 12.0, 0.3, 2**30, fits=True),
+        CandidateSpec("zb-v", 1, 4, 9.0, 0.1, 2**31, fits=False),
+    )
+    texts = Parsed(text(replace(stepped(), candidates=others))).texts
+    after = texts[texts.index("Candidates") :]
+    places = [after.index(said) for said in ("zb-v", "does not fit", "this plan", "gpipe")]
+    assert places == sorted(places)
+    assert "Candidates" not in Parsed(text()).texts

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ from typing import Any
 import torch
 
 from fxpipe.errors import PackageError
+from fxpipe.runtime.read_json import read
 from fxpipe.runtime.structure import Structure
 
-FORMAT = 3
+FORMAT = 4
 UNKNOWN = "unknown"  # a size that depends on what the tensors hold
 
 # The modes in which a value is there.
@@ -167,6 +167,19 @@ class EstimateSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class CandidateSpec:
+    """What a schedule would take that the plan was weighed against; `peak_bytes` of the fullest."""
+
+    schedule: str
+    microbatches: int
+    stages: int
+    step_ms: float
+    bubble: float
+    peak_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PartSpec:
     """The part of a model that the package is of: `modules`, called one after the other.
 
@@ -202,6 +215,8 @@ class Manifest:
     `checked` says in which modes the captured graph was found equal to the model: "train and eval",
     "train", either with ", by the calls of torch alone" behind it for a model without memory, or
     "nothing". `part` says of which part of a model the package is, if it is not of the whole.
+    `candidates` are plans for other numbers of micro-batches, and named schedules on cuts of equal
+    time.
     """
 
     format: int
@@ -230,6 +245,7 @@ class Manifest:
     files: dict[str, str]
     part: PartSpec | None = None
     optimizer: OptimizerSpec = OptimizerSpec()
+    candidates: tuple[CandidateSpec, ...] = ()
 
     def to_json(self) -> str:
         """The text of plan.json."""
@@ -247,7 +263,7 @@ class Manifest:
             raise PackageError(
                 f"plan.json has format {found!r}, this fxpipe reads {FORMAT}: compile again"
             )
-        return typing.cast(Manifest, _read(cls, data, "plan.json"))
+        return typing.cast(Manifest, read(cls, data, "plan.json"))
 
     @property
     def has_eval(self) -> bool:
@@ -285,42 +301,3 @@ def _evaluated(expression: str, values: Mapping[str, int]) -> Any:
         raise PackageError(
             f"{expression!r} is no size: write an expression in {', '.join(values)} ({error})"
         ) from error
-
-
-def _read(kind: Any, data: Any, where: str) -> Any:
-    """`data` from JSON as `kind`, which is a dataclass, tuple, union or plain type."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        fields = typing.get_type_hints(kind)
-        if not isinstance(data, dict) or set(data) != set(fields):
-            keys = set(data) if isinstance(data, dict) else set()
-            missing, unknown = sorted(set(fields) - keys), sorted(keys - set(fields))
-            raise PackageError(f"{where}: missing fields {missing}, unknown fields {unknown}")
-        values = {name: _read(fields[name], data[name], f"{where}: {name}") for name in fields}
-        return typing.cast(Any, kind)(**values)
-    if origin is tuple and isinstance(data, list):
-        return tuple(_read(args[0], item, f"{where}[{k}]") for k, item in enumerate(data))
-    if origin is types.UnionType:
-        options = [option for option in args if _fits(option, data)]
-        if options:
-            return data
-        nested = [option for option in args if dataclasses.is_dataclass(option)]
-        if nested and isinstance(data, dict):
-            return _read(nested[0], data, where)
-    elif origin is typing.Literal:
-        if data in args:
-            return data
-    elif origin is dict:
-        if isinstance(data, dict):
-            return data
-    elif _fits(kind, data):
-        return float(data) if kind is float else data
-    raise PackageError(f"{where}: expected {getattr(kind, '__name__', kind)}, found {data!r}")
-
-
-def _fits(kind: Any, data: Any) -> bool:
-    if kind is float:
-        return isinstance(data, int | float) and not isinstance(data, bool)
-    if kind is int:
-        return isinstance(data, int) and not isinstance(data, bool)
-    return isinstance(data, kind)

@@ -1,0 +1,50 @@
+"""Dataclasses from JSON, every field checked."""
+
+import dataclasses
+import types
+import typing
+from typing import Any
+
+from fxpipe.errors import PackageError
+
+
+def read(kind: Any, data: Any, where: str) -> Any:
+    """`data` from JSON as `kind`, which is a dataclass, tuple, union or plain type.
+
+    Raises PackageError that names the field; `where` is what it is in.
+    """
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        fields = typing.get_type_hints(kind)
+        if not isinstance(data, dict) or set(data) != set(fields):
+            keys = set(data) if isinstance(data, dict) else set()
+            missing, unknown = sorted(set(fields) - keys), sorted(keys - set(fields))
+            raise PackageError(f"{where}: missing fields {missing}, unknown fields {unknown}")
+        values = {name: read(fields[name], data[name], f"{where}: {name}") for name in fields}
+        return typing.cast(Any, kind)(**values)
+    if origin is tuple and isinstance(data, list):
+        return tuple(read(args[0], item, f"{where}[{k}]") for k, item in enumerate(data))
+    if origin is types.UnionType:
+        options = [option for option in args if _fits(option, data)]
+        if options:
+            return data
+        nested = [option for option in args if dataclasses.is_dataclass(option)]
+        if nested and isinstance(data, dict):
+            return read(nested[0], data, where)
+    elif origin is typing.Literal:
+        if data in args:
+            return data
+    elif origin is dict:
+        if isinstance(data, dict):
+            return data
+    elif _fits(kind, data):
+        return float(data) if kind is float else data
+    raise PackageError(f"{where}: expected {getattr(kind, '__name__', kind)}, found {data!r}")
+
+
+def _fits(kind: Any, data: Any) -> bool:
+    if kind is float:
+        return isinstance(data, int | float) and not isinstance(data, bool)
+    if kind is int:
+        return isinstance(data, int) and not isinstance(data, bool)
+    return isinstance(data, kind)
