@@ -13,8 +13,10 @@ from types import ModuleType
 
 import torch
 from compile_time import processor
+from torch import nn
 
 import fxpipe
+from fxpipe.ir import Profile
 
 HERE = Path(__file__).parent
 GIB = 2**30
@@ -45,6 +47,27 @@ def synchronize() -> None:
     """Wait until all GPUs have done what was asked of them."""
     for k in range(torch.cuda.device_count()):
         torch.cuda.synchronize(k)
+
+
+class Compiling:
+    """Compiles the model for two lanes; all schedules are planned from what was measured once."""
+
+    def __init__(self, model: nn.Module, x: torch.Tensor, m: int, folder: Path) -> None:
+        self._model, self._x, self._m, self._folder = model, x, m, folder
+        self._profile: Profile | None = None
+
+    def __call__(self, schedule: str) -> Path:
+        """The package's folder, named after the schedule."""
+        package = fxpipe.compile(
+            self._model,
+            (self._x,),
+            devices="cpu*2",
+            microbatches=self._m,
+            schedule=schedule,
+            profile=self._profile,
+        )
+        self._profile = package.profile
+        return package.write(self._folder / schedule, weights=True)
 
 
 def seconds(step: Callable[[], object], repeats: int, warmup: int = 2) -> float:

@@ -5,21 +5,18 @@
     python benchmarks/cpu_lanes.py --compile   also with load(..., compile=True)
 
 The same transformer blocks, weights and batch; a lane or a process has one thread. Ours runs 1F1B
-in one process, interleaved and ZB-H1 beside it; theirs every schedule it has for two processes, of
-which the fastest counts. 1F1B can't be shorter than `limit`: plain, on two lanes, and its bubble.
-All run in turns, a step each, so that what else the machine does falls on all alike.
-First, losses and gradients are compared with the plain model's.
+in one process, and beside it interleaved, ZB-V and what the search plans; theirs every schedule it
+has for two processes, of which the fastest counts. 1F1B can't be shorter than `limit`: plain, on
+two lanes, and its bubble. All run in turns, a step each, so that what else the machine does falls
+on all alike. First, losses and gradients are compared with the plain model's.
 """
 
 import argparse
-import datetime
-import os
-import platform
 import tempfile
 from pathlib import Path
 
 import torch
-from compile_time import processor
+from common import Compiling, machine
 from torch_pipelining import SCHEDULES, Peer
 from transformer import (
     WORKLOADS,
@@ -52,18 +49,12 @@ def measure(work: Workload, peer: Peer, compiled: bool, rounds: int) -> dict[str
         return plain_step(model, x, target, work.m)
 
     with tempfile.TemporaryDirectory() as folder:
-
-        def compile(schedule: str) -> Path:
-            package = fxpipe.compile(
-                model, (x,), devices=["cpu"] * 2, microbatches=work.m, schedule=schedule
-            )
-            return package.write(f"{folder}/{schedule}", weights=True)
-
+        compile = Compiling(model, x, work.m, Path(folder))
         out = compile("1f1b")
         ours = {"fxpipe": fxpipe.load(out)}
         if compiled:
             ours["fxpipe, compiled"] = fxpipe.load(out, compile=True)
-        for schedule in ("interleaved", "zb-h1"):
+        for schedule in ("interleaved", "zb-v", "auto"):
             ours[f"fxpipe, {schedule}"] = fxpipe.load(compile(schedule))
         peer.prepare(*work)
 
@@ -107,8 +98,7 @@ def main() -> None:
     peer.close()
     goals = {work: all_[: 1 + options.compile] for work, all_ in GOALS.items()}
     text = (
-        f"# Two CPU lanes against two processes\n\n{datetime.date.today()}, {processor()}, "
-        f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}.\n"
+        f"# Two CPU lanes against two processes\n\n{machine()}.\n"
         "Milliseconds of a training step in turns taken one after the other; plain is one "
         "thread, micro-batch by\nmicro-batch; torch.distributed.pipelining has two gloo processes "
         "of one thread each, fxpipe one process of\ntwo lanes, 1F1B if not said otherwise; limit "

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import HERE, example, machine, size
+from common import HERE, Compiling, example, machine, size
 from overhead import Scale
 from overhead import loss_fn as no_loss
 from torch import nn
@@ -43,7 +43,7 @@ import fxpipe
 from fxpipe.runtime.distributed import DistributedPipeline
 from fxpipe.runtime.memory import Counted, Tally
 
-OURS = ("1f1b", "interleaved", "zb-h1", "zb-v")
+OURS = ("1f1b", "interleaved", "zb-v", "auto")
 GOALS = dict(zip(WORKLOADS, [(0.92,), (0.86,), (0.95,)], strict=True))
 SKIPPING = {"interleaved": "interleaved", "zb-v": "ZBV"}  # ours and theirs, for the U-Net
 
@@ -158,11 +158,9 @@ def measure(
 
     with tempfile.TemporaryDirectory() as folder:
         packages, gradients = Path(folder) / "packages", Path(folder) / "gradients"
+        compile = Compiling(model, x, work.m, packages)
         for schedule in OURS:
-            package = fxpipe.compile(
-                model, (x,), devices=["cpu"] * 2, microbatches=work.m, schedule=schedule
-            )
-            package.write(packages / schedule, weights=True)
+            compile(schedule)
         peer.prepare(*work)
         peer.ask("prepare_ours", packages)
         expected = plain()
