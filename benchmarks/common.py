@@ -50,10 +50,21 @@ def synchronize() -> None:
 
 
 class Compiling:
-    """Compiles the model for two lanes; all schedules are planned from what was measured once."""
+    """Compiles the model for two lanes; all schedules are planned from what was measured once.
 
-    def __init__(self, model: nn.Module, x: torch.Tensor, m: int, folder: Path) -> None:
+    `topology` stands for the links of lanes, which hand over for nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        x: torch.Tensor,
+        m: int,
+        folder: Path,
+        topology: str | None = None,
+    ) -> None:
         self._model, self._x, self._m, self._folder = model, x, m, folder
+        self._topology = topology
         self._profile: Profile | None = None
 
     def __call__(self, schedule: str) -> Path:
@@ -65,6 +76,7 @@ class Compiling:
             microbatches=self._m,
             schedule=schedule,
             profile=self._profile,
+            topology=self._topology,
         )
         self._profile = package.profile
         return package.write(self._folder / schedule, weights=True)

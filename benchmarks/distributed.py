@@ -45,6 +45,7 @@ from fxpipe.runtime.memory import Counted, Tally
 
 OURS = ("1f1b", "interleaved", "zb-v", "auto")
 GOALS = dict(zip(WORKLOADS, [(0.92,), (0.86,), (0.95,)], strict=True))
+TOPOLOGY = "2:eth10"  # as TCP between processes of a host, about
 SKIPPING = {"interleaved": "interleaved", "zb-v": "ZBV"}  # ours and theirs, for the U-Net
 
 
@@ -158,7 +159,7 @@ def measure(
 
     with tempfile.TemporaryDirectory() as folder:
         packages, gradients = Path(folder) / "packages", Path(folder) / "gradients"
-        compile = Compiling(model, x, work.m, packages)
+        compile = Compiling(model, x, work.m, packages, TOPOLOGY)
         for schedule in OURS:
             compile(schedule)
         peer.prepare(*work)

@@ -1,4 +1,4 @@
-"""What an action takes besides its ops on a CPU lane: that of a stage that does next to nothing."""
+"""What an action takes besides its ops on CPU lanes: that of stages that do next to nothing."""
 
 import statistics
 import time
@@ -28,58 +28,71 @@ _REPEATS = 20
 
 
 class _Scale(nn.Module):
-    """A number times a weight."""
+    """A number times a weight of this name."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
+        self.register_parameter(name, nn.Parameter(torch.ones(())))
+        self._name = name
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+        return x * self.get_parameter(self._name)
 
 
-def action_ms() -> float:
-    """Milliseconds, the median over several steps of forwards and backwards with a loss."""
+def action_ms(n_lanes: int) -> float:
+    """Milliseconds of each on lanes that are all busy: they take turns at Python's lock."""
     m = _MICROBATCHES
-    row = tuple(Action(0, kind, i) for i in range(m) for kind in (Kind.FORWARD, Kind.BACKWARD))
-    manifest = _manifest()
-    stage = Stage(0, manifest.stages[0], _Scale(), 0, torch.device("cpu"), "")
-    pipe = Pipeline(manifest, Schedule((row,)), [stage], parse_devices("cpu"), {})
+    manifest = _manifest(n_lanes)
+    stages = [
+        Stage(j, spec, _Scale(spec.parameters[0]), j, torch.device("cpu"), "")
+        for j, spec in enumerate(manifest.stages)
+    ]
+    rows = (
+        tuple(Action(j, kind, i) for kind in (Kind.FORWARD, Kind.BACKWARD) for i in range(m))
+        for j in range(n_lanes)
+    )
+    devices = parse_devices(["cpu"] * n_lanes)
+    pipe = Pipeline(manifest, Schedule(tuple(rows)), stages, devices, {})
     x = torch.ones(m, 1)
     times = []
     for _ in range(_REPEATS + 1):
         start = time.perf_counter()
         pipe.step(x, target=x, loss_fn=_sum)
         times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times[1:]) / len(row)
+    return statistics.median(times[1:]) / (2 * (m + n_lanes - 1))
 
 
 def _sum(output: Tensor, _: Tensor) -> Tensor:
     return output.sum()
 
 
-def _manifest() -> Manifest:
-    """The plan of one such stage."""
+def _manifest(n_stages: int) -> Manifest:
+    """The plan of such stages, each on a lane of its own: `x` goes through all of them."""
     given = TensorSpec(("batch", 1), "float32")
     made = TensorSpec(("batch", 1), "float32", requires_grad=True)
-    stage = StageSpec(
-        file="",
-        class_name="",
-        device=0,
-        checkpoint="never",
-        random=False,
-        ops=1,
-        inputs=(PortSpec("x", "x", None, False, given),),
-        outputs=(OutputSpec("y", 0, made),),
-        parameters=("weight",),
-        buffers=(),
-        mutated_buffers=(),
-        forward_ms=0.0,
-        backward_ms=0.0,
-        parameter_bytes=0,
-        saved_bytes=0,
-        received_bytes=0,
+    first = PortSpec("x", "x", None, False, given)
+    stages = tuple(
+        StageSpec(
+            file="",
+            class_name="",
+            device=j,
+            checkpoint="never",
+            random=False,
+            ops=1,
+            inputs=(PortSpec("x", f"x{j - 1}", j - 1, False, made) if j else first,),
+            outputs=(OutputSpec(f"x{j}", j, made),),
+            parameters=(f"weight{j}",),
+            buffers=(),
+            mutated_buffers=(),
+            forward_ms=0.0,
+            backward_ms=0.0,
+            parameter_bytes=0,
+            saved_bytes=0,
+            received_bytes=0,
+        )
+        for j in range(n_stages)
     )
+    weight = TensorSpec((), "float32", requires_grad=True)
     return Manifest(
         format=FORMAT,
         fxpipe="",
@@ -91,15 +104,15 @@ def _manifest() -> Manifest:
         conditions=(),
         microbatches=_MICROBATCHES,
         schedule="",
-        devices=("cpu",),
+        devices=("cpu",) * n_stages,
         signature=("x",),
         input_structure=describe({"x": torch.ones(1)})[0],
         inputs=(InputSpec("x", True, given),),
         output_structure=describe(torch.ones(1))[0],
-        outputs=stage.outputs,
-        stages=(stage,),
-        state=(StateSpec("weight", "parameter", TensorSpec((), "float32", requires_grad=True)),),
-        estimate=EstimateSpec(0.0, 0.0, (0,)),
+        outputs=stages[-1].outputs,
+        stages=stages,
+        state=tuple(StateSpec(stage.parameters[0], "parameter", weight) for stage in stages),
+        estimate=EstimateSpec(0.0, 0.0, (0,) * n_stages),
         solver="",
         gap=None,
         checked="train and eval",

@@ -57,7 +57,7 @@ def profile(
             overhead_ms = 0.0  # of the host, which runs ahead of other devices
             if device.type == "cpu":  # elsewhere the whole model may not fit
                 costs = _scaled(costs, whole_ms(capture, given, devices))
-                overhead_ms = action_ms()
+                overhead_ms = action_ms(sum(place(lane).type == "cpu" for lane in devices))
     finally:
         torch.set_num_threads(threads)
     return Profile(

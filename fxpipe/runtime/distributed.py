@@ -6,7 +6,7 @@ rank lands in the call's outbox and is sent once the action is done.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain
@@ -327,6 +327,15 @@ class DistributedPipeline(Pipeline):
             self._ranks,
         )
         self._gives_all = True  # what stands around runs on every rank
+
+    def _beside_replicas(
+        self, rows: int, around: Sequence[Tensor] | None
+    ) -> AbstractContextManager[float]:
+        if self._replicas is None:
+            return super()._beside_replicas(rows, around)
+        held = set(self.parameters())
+        others = None if around is None else [t for t in dict.fromkeys(around) if t not in held]
+        return rank_visits.beside_replicas(self._ranks, self._replicas, rows, others)
 
     def _new_visits(self, first: Visit, m: int) -> ReplicatedCall:
         return rank_visits.begin(self, first, m)

@@ -1,7 +1,7 @@
 """The package at work: an `nn.Module` with the original's state, and a training step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -330,6 +330,15 @@ class Pipeline(Original):
 
     def _spliced(self) -> None:
         """A model runs around it from now on, with which it shares what it holds."""
+
+    def _beside_replicas(
+        self, rows: int, around: Sequence[Tensor] | None
+    ) -> AbstractContextManager[float]:
+        """For a runner's step: gives the share of its rows in those of all replicas, here one.
+
+        When the block ends, gradients of `around` have the sum over the replicas.
+        """
+        return nullcontext(1.0)
 
     def _new_visits(self, first: Visit, m: int) -> Call:
         """The call that a runner's closures enter; `first` is what micro-batch 0 gives."""

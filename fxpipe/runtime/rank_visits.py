@@ -6,11 +6,12 @@ its row of the table, in which there are also the sends to the closures of all r
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from fxpipe.errors import InputError
 from fxpipe.runtime import microbatch
@@ -22,6 +23,7 @@ from fxpipe.runtime.meeting import Given, Word, agreed
 from fxpipe.runtime.overflow import spread_overflow
 from fxpipe.runtime.pipeline import Visit
 from fxpipe.runtime.ranks import Ranks
+from fxpipe.runtime.replicas import Replicas
 from fxpipe.runtime.replicated import ReplicatedCall, refuse_differing, sampled
 from fxpipe.runtime.step import Step
 from fxpipe.schedule import Schedule
@@ -30,17 +32,33 @@ if TYPE_CHECKING:
     from fxpipe.runtime.distributed import DistributedPipeline
 
 
+@contextmanager
+def beside_replicas(
+    ranks: Ranks, replicas: Replicas, rows: int, around: Sequence[Tensor] | None
+) -> Iterator[float]:
+    """Gives the share of this replica's `rows` in all replicas' rows.
+
+    When the block ends, its gradients of `around`, which all ranks of a replica have alike, are
+    summed over the replicas. Raises InputError, alike on all ranks, if that is None.
+    """
+    if around is None:
+        raise InputError(
+            f"closures around {ranks.dp} replicas of a pipeline: name the parameters around it, "
+            "whose gradients are summed over them too, as Runner(m, around=head.parameters()); "
+            "() if there are none"
+        )
+    with ranks.telling():
+        found = ranks.gather_world(rows)[:: ranks.size]  # each replica's first rank's
+    with replicas.summed(around):
+        yield rows / sum(found)
+
+
 def begin(pipe: "DistributedPipeline", first: Visit, m: int) -> ReplicatedCall:
     """The call that m closures enter, once all ranks have come to it with the same `first`.
 
     Raises InputError, alike on all ranks.
     """
     ranks, grad = pipe._ranks, first.ambient.grad
-    if ranks.dp > 1:
-        raise InputError(
-            f"a Runner's closures run around one pipeline, not {ranks.dp} replicas of it: what "
-            "stands around would not be summed over them. Load the package without dp"
-        )
     inputs = list(first.piece.values())
     given = Given(
         tuple(microbatch.rows_of(pipe.manifest, inputs, 1)),

@@ -7,7 +7,7 @@ the gradient of the mean over all. They are summed in buckets, while the rest of
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from fxpipe.errors import InputError
 from fxpipe.runtime.ranks import Ranks
 from fxpipe.runtime.stage import Stage
 
+T = TypeVar("T", bound=Tensor)
+
 # As much as DistributedDataParallel sends at once.
 BUCKET_BYTES = 25 * 2**20
 
@@ -25,7 +27,7 @@ BUCKET_BYTES = 25 * 2**20
 class _Bucket:
     """Gradients that are summed together; after them in `flat`, which of them replicas have."""
 
-    parameters: Sequence[nn.Parameter]
+    parameters: Sequence[Tensor]
     flat: Tensor
     work: Any
 
@@ -80,11 +82,23 @@ class Replicas:
             self._buckets = []
             try:
                 yield
-                self._ranks.together(self._wait)
+                self._ranks.together(lambda: _wait(self._buckets))
                 for bucket in self._buckets:
                     bucket.give()
             finally:
                 self._buckets = []
+
+    @contextmanager
+    def summed(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """When the block ends, its gradients of `parameters` have the sum over replicas."""
+        with kept_apart(parameters):
+            yield
+            trained = [p for p in parameters if p.requires_grad]
+            with self._ranks.telling():
+                found = [self._begin(each) for each in buckets(trained)]
+                self._ranks.together(lambda: _wait(found))
+            for bucket in found:
+                bucket.give()
 
     def reduce(self, j: int) -> None:
         """Begin to sum the gradients of stage j. Raises InputError if one is sparse."""
@@ -93,7 +107,7 @@ class Replicas:
         for parameters in buckets([p for p in found if p.requires_grad]):
             self._buckets.append(self._begin(parameters))
 
-    def _begin(self, parameters: Sequence[nn.Parameter]) -> _Bucket:
+    def _begin(self, parameters: Sequence[Tensor]) -> _Bucket:
         refuse_sparse(parameters)
         gradients = [p.grad for p in parameters]
         there = [float(gradient is not None) for gradient in gradients]
@@ -107,13 +121,14 @@ class Replicas:
         work = dist.all_reduce(flat, group=self._ranks.replica_group, async_op=True)
         return _Bucket(parameters, flat, work)
 
-    def _wait(self) -> None:
-        for bucket in self._buckets:
-            bucket.work.wait()
+
+def _wait(found: Sequence[_Bucket]) -> None:
+    for bucket in found:
+        bucket.work.wait()
 
 
 @contextmanager
-def kept_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def kept_apart(parameters: Iterable[Tensor]) -> Iterator[None]:
     """In the block gradients are a step's own; those of earlier ones have been summed then."""
     before = {parameter: parameter.grad for parameter in parameters}
     for parameter in before:
@@ -125,7 +140,7 @@ def kept_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             _add(parameter, gradient)
 
 
-def refuse_sparse(parameters: Iterable[nn.Parameter]) -> None:
+def refuse_sparse(parameters: Iterable[Tensor]) -> None:
     """Raise InputError if one has a sparse gradient."""
     if any(p.grad is not None and p.grad.is_sparse for p in parameters):
         raise InputError(
@@ -133,9 +148,9 @@ def refuse_sparse(parameters: Iterable[nn.Parameter]) -> None:
         )
 
 
-def buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def buckets(parameters: Sequence[T]) -> list[list[T]]:
     """Those of one dtype together, in buckets of BUCKET_BYTES or one larger parameter."""
-    found: dict[torch.dtype, list[list[nn.Parameter]]] = {}
+    found: dict[torch.dtype, list[list[T]]] = {}
     sizes: dict[torch.dtype, int] = {}
     for parameter in parameters:
         dtype, n_bytes = parameter.dtype, parameter.nbytes
@@ -147,7 +162,7 @@ def buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     return [bucket for buckets in found.values() for bucket in buckets]
 
 
-def _add(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+def _add(parameter: Tensor, gradient: Tensor | None) -> None:
     """Add `parameter.grad` to `gradient`, which it becomes."""
     if gradient is None:
         return

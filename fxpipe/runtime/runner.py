@@ -6,7 +6,7 @@ next micro-batch is prepared while the stages work, and goes on once its output 
 gradients that its `backward` gives the output go back by the schedule table.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -43,13 +43,21 @@ class Runner:
     around the pipeline get the plain program's gradients on each, equal and counted once, if they
     and the random numbers begin equal. The ranks compare some of what they give the pipeline, and
     raise InputError if it differs.
+
+    Around replicas of it (`load(..., dp=2)`) each has a batch of its own, which all its ranks give
+    alike, and `share` is of all replicas' rows: read it once the pipeline was called. `around` are
+    then the parameters around the pipeline, whose gradients are summed over the replicas as those
+    in it are; what the pipeline holds itself may be among them. For other random numbers on each,
+    seed each replica by itself.
     """
 
-    def __init__(self, microbatches: int) -> None:
+    def __init__(self, microbatches: int, around: Iterable[Tensor] | None = None) -> None:
         if microbatches < 1:
             raise InputError(f"{microbatches} micro-batches: a step needs at least one")
         self._m = microbatches
+        self._around = None if around is None else list(around)
         self._share = 1.0
+        self._share_was_read = False
 
     @property
     def share(self) -> float:
@@ -58,6 +66,7 @@ class Runner:
         Gradients add up over the micro-batches: those of a loss that is a mean over rows, times
         this, are those of the mean over the batch.
         """
+        self._share_was_read = True
         return self._share
 
     def step(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -76,6 +85,7 @@ class Runner:
         if running() is not None:
             raise InputError("a closure can't run a step: call the pipeline in it")
         with telling_all():
+            rows = _rows((args, kwargs))
             pieces = cut((args, kwargs), self._m)
             seeds = microbatch_seeds(len(pieces))
             turns = [
@@ -83,10 +93,23 @@ class Runner:
                 for i, (((piece, named), share), seed) in enumerate(zip(pieces, seeds, strict=True))
             ]
         with abandoning([turn.closure for turn in turns]):
+            self._share_was_read = False
             with telling_all():
                 visit = self._prepare(turns[0])
-            Conductor(visit, turns, self._prepare, self._finish).run()
+            with visit.pipe._beside_replicas(rows, self._around) as share:
+                self._weigh(turns, share)
+                Conductor(visit, turns, self._prepare, self._finish).run()
         return [turn.closure.result for turn in turns]
+
+    def _weigh(self, turns: Sequence[Turn], share: float) -> None:
+        """Let the micro-batches' shares be of all replicas' rows, of which the batch is `share`."""
+        if share != 1 and self._share_was_read:
+            raise InputError(
+                "the closure read the runner's share before it called the pipeline: around "
+                "replicas it is known from there on. Weigh the loss after the call"
+            )
+        for turn in turns:
+            turn.share *= share
 
     def _prepare(self, turn: Turn) -> Visit:
         """Run a closure to its call of the pipeline."""
@@ -138,17 +161,22 @@ def cut(batch: Any, m: int) -> list[tuple[Any, float]]:
     The batch is dimension 0 of the first tensor; tensors and lists of as many rows are cut, into m
     or, if there are fewer rows, one by one.
     """
-    first = next(_tensors(batch), None)
-    if first is None:
-        raise InputError("a step takes a batch: give at least one tensor with rows")
-    n = len(first)
-    if n == 0:
-        raise InputError("a batch of 0 rows can't be cut into micro-batches: give at least one row")
+    n = _rows(batch)
     rows = parts_of(n, min(n, m))
     ends = list(accumulate(rows))
     return [
         (_piece(batch, end - size, end, n), size / n) for end, size in zip(ends, rows, strict=True)
     ]
+
+
+def _rows(batch: Any) -> int:
+    """Those of the first tensor. Raises InputError if there are none."""
+    first = next(_tensors(batch), None)
+    if first is None:
+        raise InputError("a step takes a batch: give at least one tensor with rows")
+    if len(first) == 0:
+        raise InputError("a batch of 0 rows can't be cut into micro-batches: give at least one row")
+    return len(first)
 
 
 def _tensors(node: Any) -> Iterator[Tensor]:

@@ -1,5 +1,6 @@
 """What ranks are asked to do with a runner: each compares with the plain program in its process."""
 
+import copy
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from jobs import everything, fail_at, pair
 from part_toy import BODY, Branching
 from programs import Program, plain
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fxpipe.runtime import Runner, load, splice
 from fxpipe.runtime.distributed import DistributedPipeline
@@ -240,7 +242,51 @@ def clipped(folder: Path) -> str:
     return "equal"
 
 
-def replicated(folder: Path) -> str:
-    """The error of closures around two replicas."""
-    pipe = load(folder, distributed=True, dp=2).double()
-    return error_of(lambda: Runner(4).step(lambda x: pipe(x), *toys.CHAIN.inputs()))
+def replicated(folder: Path, rows: Sequence[int], settings: dict[str, Any]) -> str:
+    """Two replicas with batches of these sizes are the plain program on both together.
+
+    Its gradients add up over two steps; the layer before the pipeline gets them too.
+    """
+    toy = toys.CHAIN
+    model, pipe = pair(folder, toy, dp=2, **settings)
+    torch.manual_seed(3)
+    expected = [nn.Linear(6, 6).double(), nn.Linear(2, 1).double()]
+    around = nn.ModuleList(copy.deepcopy(expected))
+    runner = Runner(4, around=[*around.parameters(), *pipe.parameters()])
+
+    def loss_of(run: nn.Module, layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+        return layers[1](run(layers[0](x))[:, :2]).pow(2).mean()
+
+    def closure(x: Tensor) -> None:
+        (loss_of(pipe, list(around), x) * runner.share).backward()
+
+    (x,) = toy.inputs(sum(rows))
+    for _ in range(2):
+        runner.step(closure, x.split(list(rows))[pipe._ranks.replica])
+        loss_of(model, expected, x).backward()
+    toys.assert_same_state(around, nn.ModuleList(expected))
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for name, parameter in pipe.named_parameters():
+        assert toys.same(whole(parameter.grad), gradients[name]), name
+    return "equal"
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that replicas share out."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def replicated_wrongly(folder: Path) -> list[str]:
+    """The errors of closures around two replicas."""
+    _, pipe = pair(folder, toys.CHAIN, dp=2)
+    (x,) = toys.CHAIN.inputs()
+    early = Runner(4, around=())
+
+    def reads_early(x: Tensor) -> None:
+        share = early.share
+        (pipe(x).mean() * share).backward()
+
+    return [
+        error_of(lambda: Runner(4).step(lambda x: pipe(x), x)),
+        error_of(lambda: early.step(reads_early, x)),
+    ]

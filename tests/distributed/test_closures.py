@@ -1,5 +1,6 @@
 """A runner's closures on every rank are the plain program."""
 
+import re
 from dataclasses import replace
 
 import closure_jobs
@@ -137,7 +138,21 @@ def test_a_tie_across_the_edge_of_a_part_is_refused(two, tmp_path):
     assert "head.weight, outside of the pipeline, is tied to body.2.weight in it" in error
 
 
-def test_closures_around_replicas_are_refused(four, tmp_path):
+@pytest.mark.parametrize("halved", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"fully_shard": True}], ids=["whole", "sharded"])
+@pytest.mark.parametrize("rows", [(5, 5), (8, 3)], ids=str)
+def test_closures_around_replicas_are_the_program_on_all_their_rows(
+    four, tmp_path, halved, settings, rows
+):
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
-    errors = four.run(closure_jobs.replicated, tmp_path)
-    assert all("run around one pipeline, not 2 replicas of it" in error for error in errors)
+    if halved:
+        table = tmp_path / "schedule.csv"
+        table.write_text(re.sub(r"(\d)B(\d)", r"\1I\2,\1W\2", table.read_text()))
+    assert four.run(closure_jobs.replicated, tmp_path, rows, settings) == EQUAL * 2
+
+
+def test_closures_around_replicas_name_what_is_around_and_weigh_late(four, tmp_path):
+    toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
+    for unnamed, early in four.run(closure_jobs.replicated_wrongly, tmp_path):
+        assert "closures around 2 replicas of a pipeline: name the parameters around it" in unnamed
+        assert "read the runner's share before it called the pipeline" in early
