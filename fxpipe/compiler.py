@@ -143,26 +143,20 @@ def compile(
         raise unfit[-1]
     priced, chain, plan = min(found, key=lambda one: one[2].estimate.step_ms)
     capacity_bytes = room or (priced.capacity_bytes,) * len(lanes)
-    others = [
-        candidate(
-            other.schedule_name,
-            other.schedule.n_microbatches,
-            other.schedule.n_stages,
-            other.estimate,
-            capacity_bytes,
+    with line("partition"):
+        others = (other for _, _, other in found if other is not plan)
+        candidates = (
+            *(candidate(o.schedule_name, o.schedule, o.estimate, capacity_bytes) for o in others),
+            *named_candidates(
+                chain,
+                n_devices=len(lanes),
+                n_microbatches=plan.schedule.n_microbatches,
+                checkpoint=CheckpointMode("never" if checkpoint == AUTO else checkpoint),
+                network=network or priced.network,
+                capacity_bytes=capacity_bytes,
+                training_factor=training_factor,
+            ),
         )
-        for _, _, other in found
-        if other is not plan
-    ]
-    named = named_candidates(
-        chain,
-        n_devices=len(lanes),
-        n_microbatches=plan.schedule.n_microbatches,
-        checkpoint=CheckpointMode.NEVER if checkpoint == AUTO else CheckpointMode(checkpoint),
-        network=network or priced.network,
-        capacity_bytes=capacity_bytes,
-        training_factor=training_factor,
-    )
     with line("portals"):
         wiring = wire(captured, chain, plan)
     with line("emit"):
@@ -178,7 +172,7 @@ def compile(
         manifest,
         part=None if part is None else part.spec,
         optimizer=OptimizerSpec(str(optimizer), training_factor),
-        candidates=(*others, *named),
+        candidates=candidates,
     )
     return Package(manifest, captured, priced, chain, plan, wiring, files, line.seconds)
 

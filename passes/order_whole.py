@@ -29,13 +29,11 @@ def whole_where_it_pays(
     That is, the predicted step gets no longer, and no device's peak rises over what it has, unless
     it did before. Where that is shorter, all are whole.
     """
-    table = _with_own_halves(schedule)
-    halved = [action for row in table.rows for action in row if action.kind is Kind.INPUT]
-    if not halved:
+    if not schedule.split:
         return schedule
-    found = evaluate(table)
+    found = evaluate(schedule)
     limits = [max(*both) for both in zip(found.peak_bytes, capacity_bytes, strict=True)]
-    every, step_ms = _merged(table, halved, second=False), found.step_ms
+    table, step_ms = schedule, found.step_ms
 
     def step_of(tried: Schedule) -> float:
         try:
@@ -45,9 +43,12 @@ def whole_where_it_pays(
         over = (peak > most for peak, most in zip(found.peak_bytes, limits, strict=True))
         return inf if any(over) else found.step_ms
 
-    every_ms = step_of(every)
-    n_actions = sum(map(len, table.rows))
-    together = -(-len(halved) * n_actions // _BUDGET)
+    own = _with_own_halves(schedule)
+    if step_of(own) <= step_ms * (1 + _LONGER):
+        table = own
+    halved = [action for row in table.rows for action in row if action.kind is Kind.INPUT]
+    every = _merged(table, halved, second=False)
+    together = -(-len(halved) * sum(map(len, table.rows)) // _BUDGET)
     for k in range(0, len(halved), together):
         for second in (False, True):
             tried = _merged(table, halved[k : k + together], second)
@@ -55,7 +56,7 @@ def whole_where_it_pays(
             if tried_ms <= step_ms * (1 + _LONGER):
                 table, step_ms = tried, min(tried_ms, step_ms)
                 break
-    return every if every_ms <= step_ms * (1 + _LONGER) else table
+    return every if step_of(every) <= step_ms * (1 + _LONGER) else table
 
 
 def _merged(schedule: Schedule, halved: Sequence[Action], second: bool) -> Schedule:

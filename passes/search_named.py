@@ -46,23 +46,19 @@ def named_candidates(
             )
 
         table = order.build(name, n_devices, n_microbatches, loops)
-        found = estimated(whole_where_it_pays(table, estimated, capacity_bytes))
-        yield candidate(name, n_microbatches, n_stages, found, capacity_bytes)
+        table = whole_where_it_pays(table, estimated, capacity_bytes)
+        yield candidate(name, table, estimated(table), capacity_bytes)
 
 
 def candidate(
-    name: str,
-    n_microbatches: int,
-    n_stages: int,
-    estimate: Estimate,
-    capacity_bytes: tuple[int, ...],
+    name: str, table: Schedule, estimate: Estimate, capacity_bytes: tuple[int, ...]
 ) -> CandidateSpec:
     """What `plan.json` keeps of it."""
     peaks = zip(estimate.peak_bytes, capacity_bytes, strict=True)
     return CandidateSpec(
         schedule=name,
-        microbatches=n_microbatches,
-        stages=n_stages,
+        microbatches=table.n_microbatches,
+        stages=table.n_stages,
         step_ms=estimate.step_ms,
         bubble=estimate.bubble,
         peak_bytes=max(estimate.peak_bytes),

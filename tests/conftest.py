@@ -1,7 +1,13 @@
 """One switch makes the goldens anew: `pytest --update-goldens`; then read the diff."""
 
+import os
+
 import pytest
 import torch
+
+# Ranks ask the name server for each other's addresses, to log them (pytorch#159007). One that
+# doesn't answer holds each up for ten seconds; many ranks start at once here.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_addoption(parser):

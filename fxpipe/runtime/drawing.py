@@ -6,7 +6,7 @@ so a module's first forward is looked at op by op, and tells which of torch's fu
 later ones only these are looked into.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ _DRAWING = frozenset(
 # Those that draw, or may, between other work; more are learnt.
 _COMPOSED: set[Any] = {
     *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, F.gumbel_softmax),
-    *(F.scaled_dot_product_attention, F.multi_head_attention_forward),
+    F.multi_head_attention_forward,
 }
 # The modes, training or not, in which all that a module draws with is known.
 _KNOWN: WeakKeyDictionary[nn.Module, set[bool]] = WeakKeyDictionary()
@@ -117,12 +117,22 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function."""
-        if func in _DRAWING:
+        if func in _DRAWING or (func is F.scaled_dot_product_attention and _drops(args, kwargs)):
             return self._draws.run(lambda: func(*args, **(kwargs or {})))
         if func not in _COMPOSED:
             return func(*args, **(kwargs or {}))
         with self._draws:
             return func(*args, **(kwargs or {}))
+
+
+def _drops(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether `F.scaled_dot_product_attention` draws with these arguments.
+
+    To swap the generators' states for as long as it takes keeps other lanes from drawing; to look
+    into it takes longer, since its dropout makes it a composition of some thirty ops.
+    """
+    given = kwargs or {}
+    return bool(given.get("dropout_p", args[4] if len(args) > 4 else 0.0))
 
 
 class _Learning(TorchFunctionMode):
@@ -139,6 +149,6 @@ class _Learning(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         drawn = self._draws.count - before
         self.seen += drawn
-        if drawn and func not in _DRAWING:
+        if drawn and func not in _DRAWING and func is not F.scaled_dot_product_attention:
             _COMPOSED.add(func)
         return result

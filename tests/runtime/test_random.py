@@ -91,6 +91,34 @@ def test_after_the_first_forward_only_functions_that_draw_are_looked_into():
     assert not any("sub" in op or "bernoulli" in op for op in seen)
 
 
+def test_attention_that_draws_is_not_looked_into_and_holds_up_none_that_does_not():
+    swaps, looks = [], []
+
+    class Seen(Draws):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            looks.append(str(func))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+        def run(self, op):
+            swaps.append(op)
+            return super().run(op)
+
+    def attend(x, dropout, how):
+        attention = F.scaled_dot_product_attention
+        return attention(x, x, x, None, dropout) if how else attention(x, x, x, dropout_p=dropout)
+
+    x = torch.ones(1, 2, 4, 4)
+    for dropout, n_swaps in ((0.3, 1), (0.0, 0)):
+        for how in (False, True):
+            module = Op(lambda x, dropout=dropout, how=how: F.dropout(attend(x, dropout, how)))
+            with mock.patch("fxpipe.runtime.drawing.Draws", Seen):
+                for _ in range(2):
+                    looks.clear(), swaps.clear()
+                    with drawing(RandomStream(7), CPU, module):
+                        module(x)
+            assert (len(swaps), looks) == (1 + n_swaps, [])
+
+
 def test_what_no_function_of_torchs_draws_is_looked_for_in_each_forward():
     class Own(torch.autograd.Function):
         @staticmethod
