@@ -4,6 +4,7 @@ Lanes share caches, memory and Python's lock: beside others each is slower than 
 """
 
 import copy
+import math
 import statistics
 import threading
 import time
@@ -24,7 +25,10 @@ _REPEATS = 7
 
 
 class Whole(NamedTuple):
-    """Milliseconds of a forward, and of a backward that adds to the gradients, in one or halved."""
+    """Milliseconds of a forward, and of a backward that adds to the gradients, in one or halved.
+
+    Halves are infinitely long where an op does not allow them, as torch's reentrant checkpoint.
+    """
 
     forward_ms: float
     backward_ms: float
@@ -50,7 +54,7 @@ def whole_ms(capture: Capture, given: Sequence[Tensor], devices: Sequence[Device
         twin = begun(keeps_gradients=True)
         try:
             for _ in range(_REPEATS):
-                times.append(Whole(*twin.run_ms(_backward), twin.run_ms(_halves)[1]))
+                times.append(Whole(*twin.run_ms(_backward), twin.halves_ms()))
         finally:
             over.set()
 
@@ -104,6 +108,13 @@ class _Twin:
         made = [o for o in outputs if o is not None and o.requires_grad]
         backward(made, first)
         return 1e3 * (between - start), 1e3 * (time.perf_counter() - between)
+
+    def halves_ms(self) -> float:
+        """Milliseconds of a backward in halves."""
+        try:
+            return self.run_ms(_halves)[1]
+        except RuntimeError:
+            return math.inf
 
 
 # Runs the backward of a graph from its outputs; also given is what could be a stage's input.

@@ -82,11 +82,14 @@ def _measure(capture: Capture, given: Sequence[Tensor], device: torch.device) ->
 
 
 def _scaled(costs: Mapping[str, OpCost], whole: Whole) -> dict[str, OpCost]:
-    """The same costs in proportion, with these sums; halving costs each op's backward as much."""
+    """The same costs in proportion, with these sums; halving costs each op's backward as much.
+
+    In all it costs no more than another backward, whatever was measured.
+    """
     forward = whole.forward_ms / (sum(cost.forward_ms for cost in costs.values()) or 1.0)
     backward = whole.backward_ms / (sum(cost.backward_ms for cost in costs.values()) or 1.0)
     halved = sum(cost.backward_ms > 0 for cost in costs.values()) or 1
-    halving_ms = max(0.0, whole.halves_ms - whole.backward_ms) / halved
+    halving_ms = min(max(0.0, whole.halves_ms - whole.backward_ms), whole.backward_ms) / halved
     return {
         name: dataclasses.replace(
             cost,

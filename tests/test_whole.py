@@ -1,6 +1,7 @@
 """The whole graph is timed on one lane beside busy others, and the model is left as it was."""
 
 import threading
+from math import inf
 
 import models
 import pytest
@@ -35,3 +36,40 @@ def test_every_lane_is_busy():
     object.__setattr__(captured, "modules", spied)
     whole_ms(captured, [x], parse_devices("cpu*2"))
     assert seen == {"fxpipe lane 0", "fxpipe lane 1"}
+
+
+class Once(torch.autograd.Function):
+    """Multiplies, with a backward that runs once."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.was_run = False
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.was_run:
+            raise RuntimeError("a second time")
+        ctx.was_run = True
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+def test_a_backward_that_can_not_be_halved_is_timed_whole():
+    class Scale(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(6))
+
+        def forward(self, x):
+            return Once.apply(x, self.weight)
+
+    model, x = models.Chain(), torch.randn(8, 6)
+    captured = capture(model, (x,), {})
+    node = [node for node in captured.graph.nodes if node.op == "call_module"][1]
+    refusing = {**captured.modules, str(node.target): Scale()}
+    object.__setattr__(captured, "modules", refusing)
+    found = whole_ms(captured, [x], parse_devices("cpu"))
+    assert found.halves_ms == inf
+    assert 0 < found.backward_ms < inf

@@ -1,5 +1,7 @@
 """Profile: ops of one signature are measured once; saved storages are those of torch itself."""
 
+from math import inf
+
 import models
 import pytest
 import torch
@@ -79,6 +81,8 @@ def test_halves_that_take_no_longer_cost_nothing():
     assert [cost.halving_ms for cost in scaled.values()] == [0.0, 0.0]
     scaled = _scaled({"a": OpCost(2.0, 3.0), "b": OpCost(1.0, 0.0)}, Whole(6.0, 6.0, 7.0))
     assert [cost.halving_ms for cost in scaled.values()] == [1.0, 0.0]  # b has no backward
+    scaled = _scaled({"a": OpCost(2.0, 3.0), "b": OpCost(1.0, 3.0)}, Whole(6.0, 6.0, inf))
+    assert [cost.halving_ms for cost in scaled.values()] == [3.0, 3.0]
 
 
 def test_saved_bytes_count_each_storage_once():
