@@ -14,8 +14,9 @@ from fxpipe.ir import Estimate
 from fxpipe.passes.simulate import Simulation
 from fxpipe.schedule import Action, Kind, Schedule
 
-# Actions simulated at most, about: a second's.
-_BUDGET = 1_000_000
+# Tables tried at most, and actions in all of them: where there are more halves than that allows,
+# some are tried together. It adds to the time that a search was given.
+_MOST_TRIES, _MOST_ACTIONS = 100, 1_000_000
 _LONGER = 1e-9  # of the step: what adding up in another order may change
 
 
@@ -48,7 +49,8 @@ def whole_where_it_pays(
         table = own
     halved = [action for row in table.rows for action in row if action.kind is Kind.INPUT]
     every = _merged(table, halved, second=False)
-    together = -(-len(halved) * sum(map(len, table.rows)) // _BUDGET)
+    tries = max(2, min(_MOST_TRIES, _MOST_ACTIONS // sum(map(len, table.rows))))
+    together = -(-2 * len(halved) // tries)
     for k in range(0, len(halved), together):
         for second in (False, True):
             tried = _merged(table, halved[k : k + together], second)

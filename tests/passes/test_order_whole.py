@@ -58,6 +58,19 @@ def test_a_table_without_halves_is_as_it_was() -> None:
     assert whole_where_it_pays(table, evaluate, [PLENTY] * 2) is table
 
 
+def test_a_large_table_takes_no_more_tries_than_a_small_one() -> None:
+    evaluate, tried = evaluated(StageCost(1.0, 2.0, weight_gradient_ms=1.0), 16, 64), []
+
+    def counted(table: Schedule):
+        tried.append(table)
+        return evaluate(table)
+
+    halved = order.build("zb-v", 8, 64, 2)
+    found = whole_where_it_pays(halved, counted, [PLENTY] * 8)
+    assert len(tried) <= 105
+    assert len(found.split) < len(halved.split)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_step_gets_longer_and_no_device_too_small(seed: int) -> None:
     random = Random(seed)
