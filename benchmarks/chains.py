@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
+from zoo import declare_vision_ops
 
 import fxpipe
 from fxpipe.capture import capture, flat_inputs
@@ -230,6 +231,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", help=", ".join([*SYNTHETIC, *MODELS]))
     options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    declare_vision_ops()
     for name in options.names or [*SYNTHETIC, *MODELS]:
         made = chain(name)
         blocks = made["blocks"]
