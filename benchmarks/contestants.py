@@ -12,7 +12,7 @@ from fxpipe.errors import PlanError, ScheduleError
 from fxpipe.ir import Block, Chain, CheckpointMode, Link, Network, Value
 from fxpipe.passes import order
 from fxpipe.passes.partition import partition
-from fxpipe.passes.search_plan import LOOPS, search
+from fxpipe.passes.search_plan import chain_loops, search
 
 Result = dict[str, Any]
 
@@ -48,7 +48,7 @@ def of_ours(
     m: int,
     time_limit_s: float,
     *,
-    loops: tuple[int, ...] = LOOPS,
+    loops: tuple[int, ...] = (),
     recompute: bool = False,
     capacity_bytes: int | None = None,
 ) -> Result:
@@ -64,7 +64,7 @@ def of_ours(
             capacity_bytes=(capacity,) * p,
             training_factor=file.training_factor,
             recompute=recompute,
-            loops=loops,
+            loops=loops or chain_loops(p),
             time_limit_s=time_limit_s,
         )
     except PlanError as error:

@@ -13,7 +13,7 @@ from fxpipe.passes import order
 from fxpipe.passes.partition import partition
 from fxpipe.passes.partition_costs import edges_of
 from fxpipe.passes.search_bound import bytes_free, lower_bound_ms
-from fxpipe.passes.search_plan import LOOPS, search
+from fxpipe.passes.search_plan import LOOPS, chain_loops, search
 from fxpipe.profile_file import costs_of, is_analytic
 from fxpipe.progress import Progress
 from fxpipe.runtime.stream import parse_devices
@@ -24,7 +24,10 @@ from fxpipe.target import load
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is planned, for which devices. `recompute`: blocks may be computed again."""
+    """What is planned, for which devices. `recompute`: blocks may be computed again.
+
+    A device holds `loops` stages; where that is None, the search tries each of `tried_loops`.
+    """
 
     chain: Chain
     n_devices: int
@@ -34,6 +37,7 @@ class Question:
     training_factor: float
     recompute: bool = False
     loops: int | None = None
+    tried_loops: tuple[int, ...] = LOOPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ def chain_question(file: ChainFile, devices: str, microbatches: int | None) -> Q
         network=file.network,
         capacity_bytes=(file.capacity_bytes,) * n_devices,
         training_factor=file.training_factor,
+        tried_loops=chain_loops(n_devices),
     )
 
 
@@ -118,7 +123,7 @@ def answered(
         capacity_bytes=q.capacity_bytes,
         training_factor=q.training_factor,
         recompute=q.recompute,
-        loops=LOOPS if q.loops is None else (q.loops,),
+        loops=q.tried_loops if q.loops is None else (q.loops,),
         table=table_of(schedule, q.n_devices, q.n_microbatches, q.loops),
         seed=seed,
         n_workers=workers,

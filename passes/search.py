@@ -2,10 +2,11 @@
 
 1. Every named schedule on cuts of equal time is a first answer.
 2. For each *shape*, a map of stages to devices (round and round, or back and forth, one to several
-   stages a device), cuts are moved as in Pfeife (Jhoo et al., ICML 2025, section 4): one by 1 to 10
-   places, the others in proportion, or a few together; of several such moves, the one that most
-   shortens what the step's length hangs on. Ours move the price of memory too, at which a device
-   computes blocks again. What a move is worth is told by a step in which each
+   stages a device), a few *tapers* are tried: smaller stages at both ends, so that all devices soon
+   have work, there and back. From the best, cuts are moved as in Pfeife (Jhoo et al., ICML 2025,
+   section 4): one by 1 to 10 places, the others in proportion, or a few together; of several such
+   moves, the one after which the step is likely to be shortest. Ours move the price of memory too,
+   at which a device computes blocks again. What a move is worth is told by a step in which each
    device chooses what it runs (search_kernel.attempt). Shapes that fall behind are dropped.
 3. The order of the best is polished, and halves of backwards that gain nothing are put together.
 
@@ -19,10 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from random import Random
 
 from fxpipe.passes import order
-from fxpipe.passes.partition_path import even_path
+from fxpipe.passes.partition_path import even_path, weighted_path
 from fxpipe.passes.search_bound import bytes_free, lower_bound_ms
 from fxpipe.passes.search_judge import Candidate, Found, Judge, SearchProblem, shapes
 from fxpipe.passes.search_moves import moved
@@ -30,10 +32,13 @@ from fxpipe.passes.simulate import KINDS
 from fxpipe.schedule import Action, Schedule
 
 # Actions simulated in a second by one core of 2024.
-_WORK_PER_SECOND = 2_500_000
+_WORK_PER_SECOND = 1_200_000
 _LATE = 30  # moves: a change that is no worse than what stood so long ago is kept
-# Shares of the work: for moves in rounds, each with half of the shapes left, then for the order.
-_ROUNDS, _POLISH = (0.25, 0.25, 0.25), 0.25
+# Shares of the work: for tapers, for moves in rounds, each with half of the shapes left, and for
+# the order.
+_TAPER, _ROUNDS, _POLISH = 0.1, (0.25, 0.25, 0.25), 0.15
+# How much smaller than the others the first stage may be, and the last one.
+_TAPERS = (0.3, 0.6, 1.0, 0.1)
 _PIECES = 8  # in which the order is polished: between them the time is looked at
 # Orders tried near the last one where stages were moved a little, and how often that is done.
 _NEAR, _SHARE_NEAR = 3, 0.3
@@ -88,6 +93,7 @@ class Search:
         climbs = self._begun()  # the first step of a process waits for machine code
         self.ends_at = time.monotonic() + self.time_limit_s
         with ThreadPoolExecutor(self.n_workers) as pool:
+            list(pool.map(partial(self._taper, work=_TAPER * self.budget / len(climbs)), climbs))
             for share in _ROUNDS:
                 work = share * self.budget / len(climbs)
                 list(pool.map(partial(self._climb, work=work), climbs))
@@ -134,6 +140,22 @@ class Search:
         random = Random(f"{self.seed} {shape} {table is None}")
         return _Climb(found, found, [found.worth] * _LATE, random)
 
+    def _taper(self, climb: _Climb, work: float) -> None:
+        """Smaller stages at the ends, if that is better than equal times."""
+        candidate, p = climb.best.candidate, self.problem.n_devices
+        for first, last in product(_TAPERS, repeat=2):
+            if work <= 0 or self._is_over(climb):
+                break
+            weights = tapered(len(candidate.device_of), p, first, last)
+            path = weighted_path(self.problem.chain, self.problem.edges, weights)
+            groups = (1, p, self.problem.n_microbatches)
+            found = self.judge(replace(candidate, path=path), groups, 2)
+            work -= found.work
+            if found.worth < climb.best.worth:
+                climb.here = climb.best = found
+                climb.late = [found.worth] * _LATE
+                self._tell(found)
+
     def _climb(self, climb: _Climb, work: float) -> None:
         """Moves, as long as they simulate no more than `work` actions."""
         while work > 0 and not self._is_over(climb):
@@ -174,6 +196,19 @@ class Search:
             if polished.worth < climb.best.worth:
                 climb.best = polished
                 self._tell(polished)
+
+
+def tapered(n_stages: int, n_devices: int, first: float, last: float) -> list[float]:
+    """Weights of stages that grow from `first` at the begin, and fall to `last` at the end.
+
+    Others have 1; as many stages grow and as many fall as there are devices, for that is how many
+    the last device waits for, there and back.
+    """
+    weights = [1.0] * n_stages
+    for k in range(min(n_devices, n_stages)):
+        weights[k] *= first + (1 - first) * k / n_devices
+        weights[-1 - k] *= last + (1 - last) * k / n_devices
+    return weights
 
 
 def tables(n_devices: int, n_microbatches: int, loops: Sequence[int]) -> Iterator[Schedule]:

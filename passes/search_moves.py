@@ -5,7 +5,7 @@ from random import Random
 
 from fxpipe.passes.search_judge import Candidate, Found, Judge, SearchProblem
 
-_DRAWN = (1, 4, 16, 16)  # ways to move bounds that one is chosen of
+_DRAWN = (1, 16, 64, 256)  # ways to move bounds that one is chosen of
 
 
 def moved(found: Found, judge: Judge, random: Random) -> Candidate:

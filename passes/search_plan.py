@@ -16,7 +16,9 @@ from fxpipe.passes.search_judge import Found, Judge, SearchProblem
 from fxpipe.schedule import Schedule
 
 NAME = "auto"
+# Numbers of stages a device, of which each is a file that people read; and those of a bare chain.
 LOOPS = (1, 2, 3, 4, 6)
+_MORE_LOOPS, _MOST_STAGES = (8, 12, 16), 48
 TIME_LIMIT_S = 30.0
 
 
@@ -70,6 +72,11 @@ def search(
     if lacking(problem, plan) > 0:
         raise PlanError(_does_not_fit(problem, plan))
     return plan
+
+
+def chain_loops(n_devices: int) -> tuple[int, ...]:
+    """Numbers of stages a device to try with a bare chain: small stages are begun soon."""
+    return (*LOOPS, *(n for n in _MORE_LOOPS if n * n_devices <= _MOST_STAGES))
 
 
 def usual_workers() -> int:

@@ -6,6 +6,7 @@ from fxpipe.jit import compiled
 from fxpipe.passes.simulate_kernel import BACKWARD, FORWARD, INPUT, WEIGHT
 
 _FARTHEST = 10
+_AND_ANOTHER = 0.4  # how often a move has one more in it
 
 
 @compiled
@@ -75,18 +76,46 @@ def shifted(path):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def best_shift(path, n_drawn, seed, ran, device_of, costs):  # type: ignore[no-untyped-def]
-    """Of so many moves, the one that most shortens what the step `ran` hangs on.
+def computing_ms(  # type: ignore[no-untyped-def]
+    path, device_of, n_microbatches,
+    forward_before, backward_before, weight_before, halving_before, message_ms,
+):  # fmt: skip
+    """How long each device computes in a step with these bounds."""
+    ms = np.zeros(device_of.max() + 1)
+    for j in range(len(path) - 1):
+        begin, end = path[j], path[j + 1]
+        once = forward_before[end] - forward_before[begin]
+        once += backward_before[end] - backward_before[begin]
+        if j > 0:
+            once += halving_before[end] - halving_before[begin]
+        ms[device_of[j]] += n_microbatches * once
+    return ms
 
-    `costs` are forward, backward and weights before each place, and a message's ms there. A move
-    that changes nothing is taken only where all are so.
+
+@compiled
+def best_shift(path, n_drawn, seed, ran, device_of, costs):  # type: ignore[no-untyped-def]
+    """Of so many moves, the one after which the step `ran` is likely to be the shortest.
+
+    It is so long as what it hangs on, and as any device, which waits as before. `costs` are
+    forward, backward, weights and halving before each place, and a message's ms there. A move that
+    changes nothing is taken only where all are so.
     """
     np.random.seed(seed)
     counts, messages = critical_counts(ran[1], ran[2], ran[5], ran[6], device_of)
+    n_microbatches = ran[3].max() + 1
+    done_ms = np.zeros(device_of.max() + 1)
+    for action in range(len(ran[5])):
+        done_ms[ran[0][action]] = max(done_ms[ran[0][action]], ran[5][action])
+    waiting_ms = done_ms - computing_ms(path, device_of, n_microbatches, *costs)
     best, least = path, np.inf
     for _ in range(n_drawn):
         new = shifted(path)
-        ms = critical_ms(new, counts, messages, *costs)
-        if ms < least and (new != path).any():
+        while np.random.random() < _AND_ANOTHER:
+            new = shifted(new)
+        if (new == path).all():
+            continue
+        busy_ms = computing_ms(new, device_of, n_microbatches, *costs)
+        ms = max(critical_ms(new, counts, messages, *costs), (waiting_ms + busy_ms).max())
+        if ms < least:
             best, least = new, ms
     return best

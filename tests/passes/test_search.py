@@ -15,8 +15,8 @@ from fxpipe.passes import order, search_plan
 from fxpipe.passes import search as search_module
 from fxpipe.passes.checkpoints import place
 from fxpipe.passes.partition_costs import evaluate
-from fxpipe.passes.partition_path import even_path
-from fxpipe.passes.search import Search, table_of
+from fxpipe.passes.partition_path import even_path, weighted_path
+from fxpipe.passes.search import Search, table_of, tapered
 from fxpipe.passes.search_judge import Candidate, Judge, SearchProblem, shapes
 from fxpipe.passes.search_shift_kernel import critical_counts, critical_ms
 from fxpipe.schedule import Schedule
@@ -200,6 +200,42 @@ def test_bounds_move_and_every_stage_keeps_an_atom(seed: int) -> None:
     assert (moved[0], moved[-1], len(moved)) == (path[0], path[-1], len(path))
     assert all(a < b for a, b in pairwise(moved))
     assert moved == judge.shifted(found, 1 + seed % 4, seed)
+
+
+def test_the_chosen_move_makes_no_other_device_the_one_that_takes_longest() -> None:
+    chain = plain([block(f"b{k}") for k in range(60)], 0)
+    judge = Judge(problem(chain, 3, 24, network=Network(Link(0.0, 1e6))))
+    found = judge(Candidate((0, 22, 41, 60), (0, 1, 2), (0,) * 3), (1,), 1)
+
+    path = judge.shifted(found, 256, seed=0)
+
+    again = judge(Candidate(path, (0, 1, 2), (0,) * 3), (1,), 1)
+    assert again.worth[1] < found.worth[1]
+
+
+def test_tapers_grow_at_the_begin_and_shrink_at_the_end() -> None:
+    assert tapered(8, 2, 0.5, 0.1) == pytest.approx([0.5, 0.75, 1, 1, 1, 1, 0.55, 0.1])
+    assert tapered(3, 4, 1.0, 1.0) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("p", [4, 8])
+def test_smaller_stages_at_both_ends_are_sooner_begun_and_sooner_done(p: int) -> None:
+    chain = plain([block(f"b{k}", weight_gradient_ms=1.0) for k in range(60 * p)], 0)
+    judge = Judge(problem(chain, p, 2 * p, network=Network(Link(0.0, 1e6))))
+    shape = tuple(range(p)) * 3
+
+    def step_ms(first: float, last: float) -> float:
+        path = weighted_path(chain, judge.problem.edges, tapered(len(shape), p, first, last))
+        return judge(Candidate(path, shape, (0,) * len(shape)), (1, p), 2).worth[1]
+
+    computing_ms = 2 * p * 60 * 3
+    assert step_ms(0.3, 0.3) - computing_ms < 0.8 * (step_ms(1.0, 1.0) - computing_ms)
+
+
+def test_a_bare_chain_may_be_cut_into_more_stages_a_device() -> None:
+    assert search_plan.chain_loops(2) == (1, 2, 3, 4, 6, 8, 12, 16)
+    assert search_plan.chain_loops(4) == (1, 2, 3, 4, 6, 8, 12)
+    assert search_plan.chain_loops(16) == search_plan.LOOPS
 
 
 def test_a_search_tells_of_each_better_step() -> None:
