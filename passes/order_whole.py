@@ -22,23 +22,24 @@ _LONGER = 1e-9  # of the step: what adding up in another order may change
 
 def whole_where_it_pays(
     schedule: Schedule,
-    evaluate: Callable[[Schedule], Estimate | Simulation],
+    evaluate: Callable[..., Estimate | Simulation],
     capacity_bytes: Sequence[int],
 ) -> Schedule:
     """`schedule` with those backwards whole whose halving gains nothing.
 
-    That is, the predicted step gets no longer, and no device's peak rises over what it has, unless
-    it did before. Where that is shorter, all are whole.
+    `evaluate(schedule=...)` predicts a step. Nothing is gained where that gets no longer, and no
+    device's peak rises over what it has, unless it did before. Where that is shorter, all are
+    whole.
     """
     if not schedule.split:
         return schedule
-    found = evaluate(schedule)
+    found = evaluate(schedule=schedule)
     limits = [max(*both) for both in zip(found.peak_bytes, capacity_bytes, strict=True)]
     table, step_ms = schedule, found.step_ms
 
     def step_of(tried: Schedule) -> float:
         try:
-            found = evaluate(tried)
+            found = evaluate(schedule=tried)
         except ScheduleError:  # devices would wait for each other
             return inf
         over = (peak > most for peak, most in zip(found.peak_bytes, limits, strict=True))

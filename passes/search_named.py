@@ -1,6 +1,7 @@
 """The named schedules beside a plan: what each would take on cuts of equal time."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from fxpipe.ir import Chain, CheckpointMode, Estimate, Network
 from fxpipe.passes import checkpoints, order
@@ -29,25 +30,17 @@ def named_candidates(
         if n_stages >= len(edges):
             continue
         cuts = tuple(edges[e] for e in even_path(chain, edges, n_stages)[1:-1])
-        modes = checkpoints.place(checkpoint, n_stages)
-
-        def estimated(
-            table: Schedule,
-            cuts: tuple[int, ...] = cuts,
-            modes: tuple[CheckpointMode, ...] = modes,
-        ) -> Estimate:
-            return evaluate(
-                chain,
-                cuts,
-                schedule=table,
-                checkpoint=modes,
-                network=network,
-                training_factor=training_factor,
-            )
-
+        estimated = partial(
+            evaluate,
+            chain,
+            cuts,
+            checkpoint=checkpoints.place(checkpoint, n_stages),
+            network=network,
+            training_factor=training_factor,
+        )
         table = order.build(name, n_devices, n_microbatches, loops)
         table = whole_where_it_pays(table, estimated, capacity_bytes)
-        yield candidate(name, table, estimated(table), capacity_bytes)
+        yield candidate(name, table, estimated(schedule=table), capacity_bytes)
 
 
 def candidate(

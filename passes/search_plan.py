@@ -3,10 +3,11 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 from fxpipe.errors import PlanError
-from fxpipe.ir import GIVEN, Chain, CheckpointMode, Estimate, Network, Plan
+from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
 from fxpipe.passes import checkpoints
 from fxpipe.passes.order_whole import whole_where_it_pays
 from fxpipe.passes.partition_costs import edges_of, evaluate, size_text
@@ -104,17 +105,15 @@ def _plan(
     segments = tuple(runs(again.tolist(), begin, end) for begin, end in pairwise(bounds))
     checkpoint = checkpoints.place(CheckpointMode.NEVER, len(segments))
 
-    def estimated(table: Schedule) -> Estimate:
-        return evaluate(
-            problem.chain,
-            bounds[1:-1],
-            schedule=table,
-            checkpoint=checkpoint,
-            network=problem.network,
-            training_factor=problem.training_factor,
-            segments=segments,
-        )
-
+    estimated = partial(
+        evaluate,
+        problem.chain,
+        bounds[1:-1],
+        checkpoint=checkpoint,
+        network=problem.network,
+        training_factor=problem.training_factor,
+        segments=segments,
+    )
     table = problem.table or table_of(found, problem.n_devices)
     if schedule_name != GIVEN:
         table = whole_where_it_pays(table, estimated, problem.capacity_bytes)
@@ -124,7 +123,7 @@ def _plan(
         schedule_name=schedule_name,
         schedule=table,
         checkpoint=checkpoint,
-        estimate=estimated(table),
+        estimate=estimated(schedule=table),
         solver="search",
         bound_ms=bound_ms,
         segments=segments if any(segments) else (),

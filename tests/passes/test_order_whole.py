@@ -61,9 +61,9 @@ def test_a_table_without_halves_is_as_it_was() -> None:
 def test_a_large_table_takes_no_more_tries_than_a_small_one() -> None:
     evaluate, tried = evaluated(StageCost(1.0, 2.0, weight_gradient_ms=1.0), 16, 64), []
 
-    def counted(table: Schedule):
-        tried.append(table)
-        return evaluate(table)
+    def counted(schedule: Schedule):
+        tried.append(schedule)
+        return evaluate(schedule)
 
     halved = order.build("zb-v", 8, 64, 2)
     found = whole_where_it_pays(halved, counted, [PLENTY] * 8)
@@ -92,8 +92,8 @@ def test_no_step_gets_longer_and_no_device_too_small(seed: int) -> None:
     messages = [Message(j, j + 1, 10, 10) for j in range(n - 1)]
     network = Network(Link(random.choice((0.0, 0.5)), 100.0))
 
-    def evaluate(tried: Schedule):
-        return simulate(tried, stages, messages, network, [[False] * m] * n)
+    def evaluate(schedule: Schedule):
+        return simulate(schedule, stages, messages, network, [[False] * m] * n)
 
     before = evaluate(table)
     after = evaluate(whole_where_it_pays(table, evaluate, before.peak_bytes))
