@@ -21,9 +21,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpipe.runtime import stream
 from fxpipe.runtime.random import LOCK, RandomStream
 
-# Functions that draw, or may with other settings, and do little else.
-_DRAWING = frozenset(
-    getattr(home, name)
+
+def _always(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return True
+
+
+def _drops(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `F.scaled_dot_product_attention` draws with these arguments.
+
+    To swap the generators' states for as long as it takes keeps other lanes from drawing; to look
+    into it takes longer, since its dropout makes it a composition of some thirty ops.
+    """
+    return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+
+
+# Functions that run under one exchange of states where they draw; whether they do with these
+# arguments.
+_DRAWING: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], bool]] = {
+    getattr(home, name): _always
     for home, names in (
         (torch, "rand randn randint randperm bernoulli multinomial normal poisson binomial"),
         (torch, "rand_like randn_like randint_like"),
@@ -32,7 +47,8 @@ _DRAWING = frozenset(
         (F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu"),
     )
     for name in names.split()
-)
+}
+_DRAWING[F.scaled_dot_product_attention] = _drops
 # Those that draw, or may, between other work; more are learnt.
 _COMPOSED: set[Any] = {
     *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, F.gumbel_softmax),
@@ -117,22 +133,13 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function."""
-        if func in _DRAWING or (func is F.scaled_dot_product_attention and _drops(args, kwargs)):
+        draws = _DRAWING.get(func)
+        if draws is not None and draws(args, kwargs or {}):
             return self._draws.run(lambda: func(*args, **(kwargs or {})))
         if func not in _COMPOSED:
             return func(*args, **(kwargs or {}))
         with self._draws:
             return func(*args, **(kwargs or {}))
-
-
-def _drops(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
-    """Whether `F.scaled_dot_product_attention` draws with these arguments.
-
-    To swap the generators' states for as long as it takes keeps other lanes from drawing; to look
-    into it takes longer, since its dropout makes it a composition of some thirty ops.
-    """
-    given = kwargs or {}
-    return bool(given.get("dropout_p", args[4] if len(args) > 4 else 0.0))
 
 
 class _Learning(TorchFunctionMode):
@@ -149,6 +156,6 @@ class _Learning(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         drawn = self._draws.count - before
         self.seen += drawn
-        if drawn and func not in _DRAWING and func is not F.scaled_dot_product_attention:
+        if drawn and func not in _DRAWING:
             _COMPOSED.add(func)
         return result
