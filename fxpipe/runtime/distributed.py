@@ -7,9 +7,8 @@ rank lands in the call's outbox and is sent once the action is done.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
@@ -25,15 +24,17 @@ from fxpipe.runtime.call import Call
 from fxpipe.runtime.closure import running
 from fxpipe.runtime.dtensors import is_cut, local, share_of
 from fxpipe.runtime.end import LossFn
-from fxpipe.runtime.exchange import DTYPES, Exchange, Layouts
+from fxpipe.runtime.exchange import Exchange, Layouts
 from fxpipe.runtime.listeners import LISTENERS
-from fxpipe.runtime.manifest import EstimateSpec, Manifest
+from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.overflow import share_overflow
 from fxpipe.runtime.pipeline import Pipeline, Visit
-from fxpipe.runtime.portal import CALLER, Wire, Wires, add_gradients
-from fxpipe.runtime.random import RandomStream, microbatch_seeds
+from fxpipe.runtime.portal import CALLER, Wire
+from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.rank_entry import Entry, Meeting, place_of
+from fxpipe.runtime.rank_part import estimate_of, wires_of
 from fxpipe.runtime.rank_plan import RankPlan
+from fxpipe.runtime.rank_results import give_gradients, shared_loss
 from fxpipe.runtime.rank_row import RankRow
 from fxpipe.runtime.ranks import Ranks
 from fxpipe.runtime.replicas import Replicas
@@ -85,8 +86,8 @@ class DistributedPipeline(Pipeline):
         self._everywhere = stages
         self._gives_all = outputs == "all"
         self._plan = RankPlan(manifest, stages, schedule, self._wires, ranks.dp > 1, fully_shard)
-        self._wires = {mode: self._own(wires) for mode, wires in self._wires.items()}
-        self._estimate = _of_rank(manifest.estimate, rank)
+        self._wires = {mode: wires_of(w, self._homes, rank) for mode, w in self._wires.items()}
+        self._estimate = estimate_of(manifest.estimate, rank)
         self._shared = SharedWeights(manifest, own, ranks, fully_shard)
         self._replicas: Replicas | None = None
         if ranks.dp > 1:
@@ -178,10 +179,15 @@ class DistributedPipeline(Pipeline):
             with self._collected():
                 self._run_row(step, call, meeting, backward=True)
             if any(meeting.given.gradients):
-                self._give_gradients(step, inputs, rows)
+                found = [
+                    None if tensor is None else step.input_gradient(spec, tensor, rows)
+                    for spec, tensor in zip(self._manifest.inputs, inputs, strict=True)
+                ]
+                give_gradients(inputs, found, self._ranks, self._transport)
             if scaler is not None and scaled:
                 share_overflow(scaler, [*self.parameters()], self._ranks)
-            return self._shared_loss(objective.loss() if self.is_last else None)
+            loss = objective.loss() if self.is_last else None
+            return shared_loss(loss, self._ranks, self._transport.device)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, around: Iterable[Tensor] = ()
@@ -272,16 +278,6 @@ class DistributedPipeline(Pipeline):
     def _part(self, held: Tensor, given: Tensor) -> Tensor:
         return share_of(held, given)
 
-    def _own(self, wires: Wires) -> Wires:
-        """The wires, those of the caller with the readers on this rank alone."""
-        readers = {
-            wire: tuple(
-                j for j in stages if wire.source != CALLER or self._homes[j] == self._ranks.rank
-            )
-            for wire, stages in wires.readers.items()
-        }
-        return Wires(wires.reads, readers)
-
     def _meet(
         self, what: str, args: Sequence[object], kwargs: Mapping[str, object], *kind: object
     ) -> tuple[list[Tensor | None], Meeting]:
@@ -295,18 +291,12 @@ class DistributedPipeline(Pipeline):
         rows = meeting.given.rows
         call = self._new_call(len(rows))
         # All ranks draw for all, so that their generators go on alike; the first stage's count.
-        seeds = self._seeds(meeting) if call.draws else []
+        seeds = meeting.seeds(self._ranks.replica) if call.draws else []
         pieces = microbatch.scatter(*microbatch.present(self._manifest, inputs), rows)
         for i in range(call.m):
             random = RandomStream(seeds[i]) if seeds else None
             call.enter(i, pieces[i], random)
         return rows, call
-
-    def _seeds(self, meeting: Meeting) -> list[int]:
-        """Those of this replica's micro-batches, after those of the replicas before it."""
-        ends = list(accumulate(len(given.rows) for given in meeting.replicas))
-        end = ends[self._ranks.replica]
-        return microbatch_seeds(ends[-1])[end - len(meeting.given.rows) : end]
 
     def _new_call(self, m: int) -> Call:
         links, here = self._new_links(m), self._ranks.rank
@@ -390,37 +380,3 @@ class DistributedPipeline(Pipeline):
                 factor = 1 + (1 + factor) / self._ranks.dp
             check_room(own, self._everywhere, room, rows / planned, factor)
             self._fits = rows
-
-    def _give_gradients(
-        self, step: Step, inputs: Sequence[Tensor | None], rows: Sequence[int]
-    ) -> None:
-        """Give inputs the sum of what the stages of all ranks that read them found."""
-        found = [
-            None if tensor is None else step.input_gradient(spec, tensor, rows)
-            for spec, tensor in zip(self._manifest.inputs, inputs, strict=True)
-        ]
-        everywhere = self._transport.gather(self._ranks.gather, found)
-        for k, tensor in enumerate(inputs):
-            total = add_gradients([part[k] for part in everywhere])
-            if tensor is not None and total is not None:
-                torch.autograd.backward([tensor], [total])
-
-    def _shared_loss(self, loss: Tensor | None) -> Tensor:
-        """The sum of the replicas' on every rank, in the dtype it has where the last stage is."""
-        own = [-1.0, 0.0] if loss is None else [DTYPES.index(loss.dtype), loss.item()]
-        losses = [
-            torch.tensor(value, dtype=DTYPES[int(number)], device=self._transport.device)
-            for number, value in self._ranks.gather_numbers(own)
-            if number >= 0
-        ]
-        return torch.stack(losses).sum()
-
-
-def _of_rank(estimate: EstimateSpec, rank: int) -> EstimateSpec:
-    """What was predicted of one device."""
-    return replace(
-        estimate,
-        peak_bytes=estimate.peak_bytes[rank : rank + 1],
-        timeline=estimate.timeline[rank : rank + 1],
-        memory=estimate.memory[rank : rank + 1],
-    )

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.fit import sizes_of
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.meeting import Given, Word, Words, agreed
+from fxpipe.runtime.random import microbatch_seeds
 from fxpipe.runtime.ranks import Ranks
 
 
@@ -32,6 +34,12 @@ class Meeting:
     def batch(self) -> int:
         """The rows of all replicas."""
         return sum(sum(given.rows) for given in self.replicas)
+
+    def seeds(self, replica: int) -> list[int]:
+        """Those of a replica's micro-batches, after those of the replicas before it."""
+        ends = list(accumulate(len(given.rows) for given in self.replicas))
+        own = len(self.replicas[replica].rows)
+        return microbatch_seeds(ends[-1])[ends[replica] - own : ends[replica]]
 
 
 class Entry:
