@@ -7,12 +7,13 @@
    section 4): one by 1 to 10 places, the others in proportion, or a few together; of several such
    moves, the one after which the step is likely to be shortest. Ours move the price of memory too,
    at which a device computes blocks again. What a move is worth is told by a step in which each
-   device chooses what it runs (search_kernel.attempt). Shapes that fall behind are dropped.
+   device chooses what it runs (search_kernel.attempt). Where there is time, several climb from
+   each shape, with chance of their own; those that fall behind are dropped.
 3. The order of the best is polished, and halves of backwards that gain nothing are put together.
 
-Shapes are climbed side by side by as many threads as there are workers, each with chance of its
-own. What a search does hangs on `seed` and on the actions that it simulates, for which the time
-limit and the number of workers stand; the limit in seconds only guards it.
+Climbs go side by side in as many threads as there are workers. What a search does hangs on `seed`
+and on the actions that it simulates, for which the time limit and the number of workers stand; the
+limit in seconds only guards it.
 """
 
 import time
@@ -34,9 +35,12 @@ from fxpipe.schedule import Action, Schedule
 # Actions simulated in a second by one core of 2024.
 _WORK_PER_SECOND = 1_200_000
 _LATE = 30  # moves: a change that is no worse than what stood so long ago is kept
-# Shares of the work: for tapers, for moves in rounds, each with half of the shapes left, and for
+# Shares of the work: for tapers, for moves in rounds, each with half of the climbs left, and for
 # the order.
-_TAPER, _ROUNDS, _POLISH = 0.1, (0.25, 0.25, 0.25), 0.15
+_TAPER, _MOVES, _POLISH = 0.1, 0.75, 0.15
+# A climb soon comes to where it stays: for each so many actions of work there is another one of
+# each shape, up to so many.
+_ANOTHER, _MOST_CLIMBS = 8_000_000, 8
 # How much smaller than the others the first stage may be, and the last one.
 _TAPERS = (0.3, 0.6, 1.0, 0.1)
 _PIECES = 8  # in which the order is polished: between them the time is looked at
@@ -73,6 +77,7 @@ class Search:
         self.seed = seed
         self.n_workers = n_workers
         self.budget = _WORK_PER_SECOND * time_limit_s * n_workers
+        self.n_climbs = min(1 + int(self.budget / _ANOTHER), _MOST_CLIMBS)
         self.time_limit_s = time_limit_s
         self.ends_at = float("inf")
         self.bound_ms = lower_bound_ms(
@@ -94,8 +99,13 @@ class Search:
         self.ends_at = time.monotonic() + self.time_limit_s
         with ThreadPoolExecutor(self.n_workers) as pool:
             list(pool.map(partial(self._taper, work=_TAPER * self.budget / len(climbs)), climbs))
-            for share in _ROUNDS:
-                work = share * self.budget / len(climbs)
+            climbs += [
+                replace(climb, late=[*climb.late], random=Random(f"{self.seed} {k}"))
+                for k, climb in enumerate(climbs * (self.n_climbs - 1))
+            ]
+            n_rounds = max(1, len(climbs).bit_length() - 1)
+            for _ in range(n_rounds):
+                work = _MOVES / n_rounds * self.budget / len(climbs)
                 list(pool.map(partial(self._climb, work=work), climbs))
                 climbs.sort(key=lambda climb: climb.best.worth)
                 climbs = climbs[: max(2, len(climbs) // 2)]

@@ -146,8 +146,11 @@ def test_never_worse_than_a_named_schedule_on_stages_of_equal_time(seed: int) ->
         assert plan.estimate.step_ms <= found.worth[1] * (1 + 1e-9)
 
 
-def test_the_same_seed_gives_the_same_plan() -> None:
+@pytest.mark.parametrize("climbs", [1, 8])
+def test_the_same_seed_gives_the_same_plan(climbs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = problem(random_chain(Random(5), 30), 2, 4)
+    monkeypatch.setattr(search_module, "_MOST_CLIMBS", climbs)
+    monkeypatch.setattr(search_module, "_ANOTHER", 1)
 
     plans = [searched(asked, seed) for seed in (1, 1, 2)]
 
