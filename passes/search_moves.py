@@ -11,7 +11,7 @@ _DRAWN = (1, 16, 64, 256)  # ways to move bounds that one is chosen of
 def moved(found: Found, judge: Judge, random: Random) -> Candidate:
     """One random move; the candidate itself where there is nothing to move.
 
-    Of several ways to move bounds, the one that shortens the most what the step's length hangs on.
+    Of several ways to move bounds, the one after which the step is likely to be shortest.
     """
     candidate, problem, n_prices = found.candidate, judge.problem, len(judge.prices)
     kind = random.random()
