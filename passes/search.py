@@ -32,7 +32,7 @@ from fxpipe.passes.search_moves import moved
 from fxpipe.passes.simulate import KINDS
 from fxpipe.schedule import Action, Schedule
 
-# Actions simulated in a second by one core of 2024.
+# Actions simulated in a second by one core of 2024, with what is done besides to choose moves.
 _WORK_PER_SECOND = 1_200_000
 _LATE = 30  # moves: a change that is no worse than what stood so long ago is kept
 # Shares of the work: for tapers, for moves in rounds, each with half of the climbs left, and for

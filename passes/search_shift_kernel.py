@@ -80,7 +80,7 @@ def computing_ms(  # type: ignore[no-untyped-def]
     path, device_of, n_microbatches,
     forward_before, backward_before, weight_before, halving_before, message_ms,
 ):  # fmt: skip
-    """How long each device computes in a step with these bounds."""
+    """How long each device computes in a step with these bounds, all backwards in halves."""
     ms = np.zeros(device_of.max() + 1)
     for j in range(len(path) - 1):
         begin, end = path[j], path[j + 1]

@@ -179,10 +179,7 @@ class DistributedPipeline(Pipeline):
             with self._collected():
                 self._run_row(step, call, meeting, backward=True)
             if any(meeting.given.gradients):
-                found = [
-                    None if tensor is None else step.input_gradient(spec, tensor, rows)
-                    for spec, tensor in zip(self._manifest.inputs, inputs, strict=True)
-                ]
+                found = self._input_gradients(step, inputs, rows)
                 give_gradients(inputs, found, self._ranks, self._transport)
             if scaler is not None and scaled:
                 share_overflow(scaler, [*self.parameters()], self._ranks)

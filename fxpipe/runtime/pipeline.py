@@ -169,11 +169,16 @@ class Pipeline(Original):
         rows, call = self._begin(inputs)
         step, objective = self._new_step(call, rows, sum(rows), target, loss_fn, scaler)
         run(step, call)
-        gradients = [
-            step.input_gradient(spec, tensor, rows)
+        return objective.loss(), self._input_gradients(step, inputs, rows)
+
+    def _input_gradients(
+        self, step: Step, inputs: Sequence[Tensor | None], rows: Sequence[int]
+    ) -> list[Tensor | None]:
+        """What the stages here found for each input; None for one that isn't here."""
+        return [
+            None if tensor is None else step.input_gradient(spec, tensor, rows)
             for spec, tensor in zip(self._manifest.inputs, inputs, strict=True)
         ]
-        return objective.loss(), gradients
 
     def _new_step(
         self,

@@ -13,12 +13,12 @@ from fxpipe.runtime.transport import Transport
 
 def give_gradients(
     inputs: Sequence[Tensor | None],
-    found: Sequence[Tensor | None],
+    found: list[Tensor | None],
     ranks: Ranks,
     transport: Transport,
 ) -> None:
     """Give each input the sum of what the stages of all ranks that read it `found`."""
-    everywhere = transport.gather(ranks.gather, list(found))
+    everywhere = transport.gather(ranks.gather, found)
     for k, tensor in enumerate(inputs):
         total = add_gradients([part[k] for part in everywhere])
         if tensor is not None and total is not None:
