@@ -2,6 +2,7 @@
 
 import gc
 from collections import Counter
+from threading import Event
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from fxpipe.runtime.call import Call
 from fxpipe.runtime.copy import Links
 from fxpipe.runtime.memory import Tally
 from fxpipe.runtime.step import Step
-from fxpipe.schedule import Kind
+from fxpipe.schedule import Action, Kind
 
 
 class Watch:
@@ -236,15 +237,24 @@ LIGHT = Toy(
 )
 
 
-def test_a_portal_lets_go_of_its_value_after_the_last_consumer(tmp_path):
+def test_a_portal_lets_go_of_its_value_after_the_last_consumer(tmp_path, monkeypatch):
     _, pipe = both(tmp_path, LIGHT)
     watch = Watch(pipe)
-    alive = []
+    done = {Action(j, Kind.FORWARD, i): Event() for j in (0, 1, 2) for i in range(4)}
+    alive, run = [], Step._run
+
+    def watched(step, action):
+        run(step, action)
+        if action.kind is Kind.FORWARD:
+            done[action].set()
 
     def loss_fn(output, target):
+        # What a lane has sent may arrive before the lane itself is done with the action.
+        assert all(done[Action(j, Kind.FORWARD, len(alive))].wait(60) for j in (0, 1))
         alive.append((watch.alive(0), watch.alive(1)))
         return output.mean()
 
+    monkeypatch.setattr(Step, "_run", watched)
     pipe.step(*LIGHT.inputs(), loss_fn=loss_fn)
     # The last micro-batch has passed all stages; its backward has not begun.
     assert alive[-1] == (0, 0)
