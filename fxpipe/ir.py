@@ -196,7 +196,8 @@ class Block:
     `saved` and `parameters` name storages, so that what two blocks share is counted once a stage.
     `weight_gradient_ms` is what of `backward_ms` is for weights alone. While the block runs, either
     way, `workspace_bytes` are there on top of what blocks up to it save. A backward in two halves
-    takes `halving_ms` longer, and `arriving_bytes` of gradients wait for the second half.
+    takes `halving_ms` longer, and `arriving_bytes` of gradients wait for the second half. To be
+    computed again, a forward keeps copies of the buffers it writes, `written_bytes`.
     """
 
     ops: tuple[str, ...]
@@ -209,6 +210,7 @@ class Block:
     weight_gradient_ms: float = 0.0
     arriving_bytes: int = 0
     halving_ms: float = 0.0
+    written_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

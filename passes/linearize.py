@@ -220,6 +220,7 @@ def _block(
     trained = {name for name, t in state.items() if isinstance(t, nn.Parameter) and t.requires_grad}
     parameters = {name: t.nbytes for name, t in state.items() if name in trained}
     buffers = {name: t.nbytes for name, t in state.items() if name not in parameters}
+    written = {storage for node in nodes for storage in capture.ops[node.name].mutates}
     return Block(
         ops=tuple(node.name for node in nodes),
         forward_ms=sum(cost.forward_ms for cost in costs),
@@ -231,4 +232,5 @@ def _block(
         weight_gradient_ms=sum(cost.weight_gradient_ms for cost in costs),
         arriving_bytes=sum(cost.arriving_bytes for cost in costs),
         halving_ms=sum(cost.halving_ms for cost in costs),
+        written_bytes=sum(size for name, size in buffers.items() if own_storage(name) in written),
     )

@@ -190,6 +190,7 @@ def _stage_cost(
         weight_gradient_ms=weight_gradient_ms if sends_back else backward_ms,
         arriving_bytes=sum(block.arriving_bytes for block in blocks) if halved else 0,
         halving_ms=halving_ms if sends_back else action_ms,
+        written_bytes=sum(block.written_bytes for block in blocks),
     )
 
 
@@ -221,7 +222,7 @@ def _with_segments(
     found = checkpoints.segment_cost(chain, begin, end, segments)
     return replace(
         cost,
-        saved_bytes=found.kept_bytes,
+        saved_bytes=found.kept_bytes + (cost.written_bytes if segments else 0),
         again_bytes=found.all_again_bytes if split else found.again_bytes,
         again_ms=found.again_ms,
         passing_bytes=0,  # a segment may compute from it again

@@ -30,6 +30,7 @@ class ChainArrays:
     halving_before: _Floats
     workspaces: _Ints
     arriving_before: _Ints
+    written_before: _Ints
     crossing: _Ints
     saved_ends: _Ints
     saved_befores: _Ints
@@ -65,9 +66,8 @@ def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
         weight_before=_before(block.weight_gradient_ms for block in blocks),
         halving_before=_before(block.halving_ms for block in blocks),
         workspaces=np.array([block.workspace_bytes for block in blocks], np.int64),
-        arriving_before=np.concatenate(
-            ([0], np.cumsum([block.arriving_bytes for block in blocks], dtype=np.int64))
-        ),
+        arriving_before=_bytes_before(block.arriving_bytes for block in blocks),
+        written_before=_bytes_before(block.written_bytes for block in blocks),
         crossing=np.array(crossing_bytes(chain), np.int64),
         saved_ends=_ends(saved),
         saved_befores=_befores(saved),
@@ -101,6 +101,10 @@ _Named = Sequence[tuple[str, int]]
 
 def _before(costs: Iterable[float]) -> _Floats:
     return np.concatenate(([0.0], np.cumsum(list(costs))))
+
+
+def _bytes_before(sizes: Iterable[int]) -> _Ints:
+    return np.concatenate(([0], np.cumsum(list(sizes), dtype=np.int64)))
 
 
 def _ends(lists: Sequence[Sequence[Any]]) -> _Ints:

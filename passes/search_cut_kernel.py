@@ -88,7 +88,7 @@ def stage_memory(  # type: ignore[no-untyped-def]
 def cut(  # type: ignore[no-untyped-def]
     bounds, n_microbatches, device_of, prices, split,
     action_ms, forward_before, backward_before, weight_before, halving_before,
-    workspaces, arriving_before, crossing,
+    workspaces, arriving_before, written_before, crossing,
     saved_ends, saved_befores, saved_sizes, saved_values,
     static_ends, static_befores, static_sizes,
     producers, value_sizes, gradients, read_ends, readers,
@@ -140,6 +140,8 @@ def cut(  # type: ignore[no-untyped-def]
             saved_ends, saved_befores, saved_sizes, saved_values,
             producers, read_ends, readers, again,
         )  # fmt: skip
+        if again[begin:end].any():
+            kept += written_before[end] - written_before[begin]
         static = static_bytes(begin, end, static_ends, static_befores, static_sizes)
         at_rest[device_of[j]] += static
         for k in range(2):

@@ -13,10 +13,10 @@ Rules, all of them:
   end of B or W, what it receives from the start of the transfer to that end, the model's inputs
   from the start of F to that end, and its workspace while an action runs. If it recomputes the
   micro-batch, its saved bytes count from the start of B or I only, which takes the forward's time
-  on top; of a stage with segments, what these compute again. What only
-  passes through a stage that does not recompute is not counted but in its workspace. A stage
-  with arriving bytes holds them from the start of B or I to the end of B or W: gradients that wait
-  for W to use them.
+  on top, and copies of the buffers it writes from the start of F to the end of B or W; of a stage
+  with segments, what these compute again. What only passes through a stage that does not recompute
+  is not counted but in its workspace. A stage with arriving bytes holds them from the start of B or
+  I to the end of B or W: gradients that wait for W to use them.
 - An output that waits in its producer is not counted on its own: it is the receiver's from the
   start of the transfer, and part of the producer's saved bytes if the backward there needs it.
 """
@@ -49,7 +49,7 @@ class StageCost:
     has any, compute `again_bytes` of what they save again, in `again_ms`, in every backward. If its
     backward is halved, the first half takes `halving_ms` longer than its part of the whole, and
     `arriving_bytes` of gradients wait for the second. `passing_bytes` of what it receives are gone
-    after F, unless it recomputes.
+    after F, unless it recomputes; then `written_bytes` are copies of the buffers that F writes.
     """
 
     forward_ms: float
@@ -64,6 +64,7 @@ class StageCost:
     arriving_bytes: int = 0
     passing_bytes: int = 0
     halving_ms: float = 0.0
+    written_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +246,10 @@ def numbers(
         device_of=np.array(device_of, np.int64),
         lasts=np.array(times, np.float64).reshape(n, 4, 2).transpose(1, 0, 2).copy(),
         keeps=np.array(
-            [(c.saved_bytes + c.input_bytes - c.passing_bytes, c.input_bytes) for c in stages],
+            [
+                (c.saved_bytes + c.input_bytes - c.passing_bytes, c.input_bytes + c.written_bytes)
+                for c in stages
+            ],
             np.int64,
         ),
         comes_back=np.array([(c.again_bytes, c.saved_bytes) for c in stages], np.int64)

@@ -42,8 +42,16 @@ def plain(blocks: list[Block], n_bytes: int = 1000) -> Chain:
 
 
 def halved_slowly(chain: Chain, random: Random) -> Chain:
-    """The same, where backwards in halves take longer, and each action some time besides."""
-    blocks = (replace(one, halving_ms=random.choice((0.0, 0.1))) for one in chain.blocks)
+    """The same, where backwards in halves take longer, and each action some time besides.
+
+    Some forwards write buffers.
+    """
+    blocks = (
+        replace(
+            one, halving_ms=random.choice((0.0, 0.1)), written_bytes=random.choice((0, 9 * KIB))
+        )
+        for one in chain.blocks
+    )
     return replace(chain, blocks=tuple(blocks), action_ms=random.choice((0.0, 0.05)))
 
 

@@ -117,6 +117,8 @@ def naive(
                 held.append((start(saved_from), end(action), cost.saved_bytes))
                 if not again:
                     held.append((start(forward), end(action), -cost.passing_bytes))
+                else:
+                    held.append((start(forward), end(action), cost.written_bytes))
                 held.append((start(forward), end(action), cost.input_bytes))
                 second = backward(action.stage, action.microbatch)
                 held.append((start(second), end(action), cost.arriving_bytes))

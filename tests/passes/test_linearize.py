@@ -115,6 +115,14 @@ def test_a_buffer_written_in_two_places_holds_them_together():
     assert len(blocks(Counts(), torch.randn(4, 6))) <= 2
 
 
+def test_a_block_knows_the_buffers_that_its_ops_write():
+    norm = nn.BatchNorm1d(6)
+    norm.register_buffer("unwritten", torch.zeros(100))
+    chain = chain_of(nn.Sequential(nn.Linear(6, 6), norm), torch.randn(4, 6))
+    # The count of batches, then the running mean and variance.
+    assert [block.written_bytes for block in chain.blocks] == [0, 8, 2 * 6 * 4]
+
+
 def test_a_buffer_is_not_taken_for_an_op_of_the_same_name():
     class Scaled(nn.Module):
         def __init__(self):

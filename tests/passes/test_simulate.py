@@ -168,6 +168,7 @@ def test_random_tables_against_the_naive_simulator(seed: int) -> None:
             arriving_bytes=random.choice((0, 2)),
             passing_bytes=random.choice((0, 1)),
             halving_ms=random.choice((0, 1)),
+            written_bytes=random.choice((0, 3)),
         )
         for again in random.choices((0, 0, 3), k=n)
     ]
