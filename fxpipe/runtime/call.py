@@ -143,7 +143,7 @@ class Call:
         """Micro-batch i's value on stage j, and whether it has a gradient; waits for it."""
         tensor, gradient = self._mailboxes[j].take(("value", wire, j, i))
         if wire.source == CALLER:
-            tensor = tensor.to(self.device(j))
+            tensor = self._links.enter(tensor, self.lane(j), i)
         else:
             tensor = self._links.receive(tensor, self.lane(wire.source), self.lane(j), i)
         if self._recorder is not None and j < self.n:

@@ -39,6 +39,11 @@ class Links:
             for device, lane_copies in zip(devices, copies, strict=True)
         ]
 
+    def enter(self, tensor: Tensor, lane: int, microbatch: int) -> Tensor:
+        """What `lane` gets of the caller's `tensor`; called on that lane."""
+        tensor = tensor.to(self._ends[lane][microbatch].device)
+        return tensor if self.memory is None else self.memory.entered(tensor, lane)
+
     def send(self, tensor: Tensor, source: int, target: int, microbatch: int) -> Tensor:
         """Start the way of `tensor` from lane to lane; called on the source's lane."""
         ends = self._ends[source][microbatch], self._ends[target][microbatch]

@@ -2,8 +2,8 @@
 
 A CUDA device's allocator tells. On the CPU every tensor is counted that a lane's ops make, from
 then until its memory is let go of, beside the parameters, gradients and buffers of the lane's
-stages. Meanwhile what one lane sends another is copied, as between devices, so that each lane holds
-what a device in its place would.
+stages. Meanwhile what a lane gets from another, or from the caller, is copied, as between devices,
+so that each lane holds what a device in its place would.
 """
 
 import threading
@@ -113,6 +113,10 @@ class Memory:
         if lane in self._jobs:
             self._tally.drop_resized()
             self._tally.add(lane, [*map(_local, tensors)])
+
+    def entered(self, tensor: Tensor, lane: int) -> Tensor:
+        """What `lane` gets of the caller's `tensor`, on the lane's thread: a copy of its own."""
+        return tensor.clone() if lane in self._jobs else tensor
 
     def sent(self, tensor: Tensor, source: int, target: int) -> Tensor:
         """What lane `target` gets of `tensor`, which lane `source` sends: a copy of its own."""

@@ -253,9 +253,8 @@ class Pipeline(Original):
             print(memory)
 
         CUDA devices' are those of torch's allocator; of a CPU lane it is the tensors that its ops
-        made, with its parameters, gradients and buffers, but without the caller's batch; meanwhile
-        lanes copy what they send each other, as devices do. Counting takes time: trace another
-        step.
+        made, with its parameters, gradients and buffers; meanwhile lanes copy what they get from
+        the caller and from each other, as devices do. Counting takes time: trace another step.
         """
 
         def count(memory: Memory | None) -> None:

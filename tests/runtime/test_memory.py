@@ -353,18 +353,18 @@ def test_measured_peaks_are_of_parameters_gradients_and_saved_tensors(tmp_path):
     whole = x.numel() * 8
     pipe.step(x, loss_fn=mean_loss)
     measured = []
-    # All four micro-batches are forward before the first is backward, and each stage saves what
-    # its exp gave; the last one has what it received and their losses' gradients too. An action
-    # has a few tensors of one micro-batch besides. In a step in which the first lane falls behind,
+    # All four micro-batches are forward before the first is backward, and each stage has what it
+    # was given and what its exp gave; the last one has their losses' gradients too. An action has
+    # a few tensors of one micro-batch besides. In a step in which the first lane falls behind,
     # gradients wait for it: beside other work in most, but not in every one.
     for _ in range(500):
         with pipe.memory() as memory:
             pipe.step(x, loss_fn=mean_loss)
         measured.append([peak.measured_bytes for peak in memory.peaks])
         first, last = map(min, zip(*measured, strict=True))
-        if first <= 2 * whole and last <= 4 * whole:
+        if first <= 3 * whole and last <= 4 * whole:
             break
-    assert whole <= first <= 2 * whole
+    assert 2 * whole <= first <= 3 * whole
     assert 3 * whole <= last <= 4 * whole
     assert [peak.lanes for peak in memory.peaks] == [(0,), (1,)]
     assert "lane 1 on cpu: predicted 0.0 MiB, measured" in str(memory)
