@@ -147,7 +147,11 @@ def stage_costs(
         )
         for j in range(n_stages)
     )
-    messages = tuple(Message(*pair, *sizes) for pair, sizes in sorted(sent.items()))
+    messages = tuple(
+        # A bare chain's blocks need nothing, and its stages hold what they save.
+        Message(*pair, *sizes, handed_bytes=sizes[0] if stages[pair[0]].workspace_bytes else 0)
+        for pair, sizes in sorted(sent.items())
+    )
     return stages, messages
 
 

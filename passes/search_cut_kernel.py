@@ -167,10 +167,13 @@ def cut(  # type: ignore[no-untyped-def]
         j = box // 2
         for step in range(1, n):  # nearest first
             other = j + step if box % 2 == 0 else j - step
-            if other < 0 or other >= n or device_of[other] == device_of[j]:
+            if other < 0 or other >= n:
                 continue
             size = there[j, other] if box % 2 == 0 else back[other, j]
-            if size >= 0:
+            if device_of[other] == device_of[j]:
+                if box % 2 == 0 and size > 0 and workspace[j] > 0:
+                    keeps[j] += size
+            elif size >= 0:
                 d, e = device_of[j], device_of[other]
                 receivers[n_slots], sizes[n_slots] = other, size
                 transfers[n_slots] = latency[d, e] + size / per_ms[d, e]

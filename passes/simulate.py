@@ -18,7 +18,9 @@ Rules, all of them:
   is not counted but in its workspace. A stage with arriving bytes holds them from the start of B or
   I to the end of B or W: gradients that wait for W to use them.
 - An output that waits in its producer is not counted on its own: it is the receiver's from the
-  start of the transfer, and part of the producer's saved bytes if the backward there needs it.
+  start of the transfer, and part of the producer's saved bytes if the backward there needs it. What
+  a stage hands to one on its own device, a value and then its gradient, it holds itself from the
+  start of F to the end of B or W.
 """
 
 from collections.abc import Sequence
@@ -69,12 +71,16 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What stage `source` sends to stage `target` after F, and what gradients come back, if any."""
+    """What stage `source` sends to stage `target` after F, and what gradients come back, if any.
+
+    If both are on one device, `source` holds `handed_bytes` more until its backward has ended.
+    """
 
     source: int
     target: int
     bytes: int
     gradient_bytes: int | None
+    handed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +233,12 @@ def numbers(
     n = len(stages)
     # Outbox 2 j is stage j's after F, 2 j + 1 its outbox after the backward, nearest first.
     outboxes: list[list[tuple[int, int, float]]] = [[] for _ in range(2 * n)]
+    handed = [0] * n
     for message in sorted(messages, key=lambda one: one.target - one.source):
         ends = message.source, message.target
         source, target = (device_of[j] for j in ends)
         if source == target:
+            handed[message.source] += message.handed_bytes
             continue
         there, back = network.between(source, target), network.between(target, source)
         outboxes[2 * ends[0]].append((ends[1], message.bytes, there.transfer_ms(message.bytes)))
@@ -251,7 +259,8 @@ def numbers(
                 for c in stages
             ],
             np.int64,
-        ),
+        )
+        + np.array(handed, np.int64)[:, None],
         comes_back=np.array([(c.again_bytes, c.saved_bytes) for c in stages], np.int64)
         + np.array([[c.arriving_bytes] for c in stages], np.int64),
         workspace=np.array([cost.workspace_bytes for cost in stages], np.int64),

@@ -120,6 +120,12 @@ def naive(
                 else:
                     held.append((start(forward), end(action), cost.written_bytes))
                 held.append((start(forward), end(action), cost.input_bytes))
+                handed = sum(
+                    message.handed_bytes
+                    for message in messages
+                    if message.source == action.stage and device_of[message.target] == device
+                )
+                held.append((start(forward), end(action), handed))
                 second = backward(action.stage, action.microbatch)
                 held.append((start(second), end(action), cost.arriving_bytes))
                 if not again:

@@ -102,6 +102,27 @@ def test_the_judge_says_what_the_simulator_says(seed: int) -> None:
         assert found.ran[7].tolist() == list(expected.peak_bytes)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_the_judge_counts_what_stages_hand_over_on_one_device(seed: int) -> None:
+    chain = random_chain(Random(seed), 12, n_skips=3)
+    needing = replace(chain, blocks=tuple(replace(one, workspace_bytes=1) for one in chain.blocks))
+    asked = problem(needing, 2, 4)
+    shape = (0, 1, 1, 0)
+
+    found = Judge(asked)(Candidate(even_path(chain, asked.edges, 4), shape, (0,) * 4), (1, 2), 2)
+
+    cuts = tuple(asked.edges[e] for e in found.candidate.path[1:-1])
+    exact = evaluate(
+        needing,
+        cuts,
+        schedule=table_of(found, 2),
+        checkpoint=place(CheckpointMode.NEVER, 4),
+        network=NETWORK,
+        training_factor=2.0,
+    ).peak_bytes
+    assert all(real <= peak for real, peak in zip(exact, found.ran[7].tolist(), strict=True))
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_no_plan_is_shorter_than_the_bound(seed: int) -> None:
     random = Random(seed)

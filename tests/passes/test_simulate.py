@@ -149,6 +149,16 @@ def test_inputs_count_from_forward_messages_from_the_start_of_their_transfer() -
     assert simulation.peak_bytes == (120, 2)
 
 
+def test_what_stays_on_a_device_counts_until_its_gradient_is_used() -> None:
+    schedule = Schedule.from_csv("0F0,1F0,0F1,1F1,1B0,1B1,0B0,0B1\n")
+    messages = [Message(0, 1, bytes=1, gradient_bytes=1, handed_bytes=10)]
+
+    simulation = simulate(schedule, [StageCost(1.0, 1.0)] * 2, messages, FREE, [[False] * 2] * 2)
+
+    assert simulation.peak_bytes == (20,)
+    assert simulation.memory[0][-2:] == ((7.0, 10), (8.0, 0))
+
+
 def test_a_table_that_can_not_run_is_named() -> None:
     with pytest.raises(ScheduleError, match="device 0 waits forever at 0B0"):
         simulate(Schedule.from_csv("0B0,0F0\n"), [StageCost(1.0, 1.0)], [], FREE, [[False]])
@@ -173,7 +183,10 @@ def test_random_tables_against_the_naive_simulator(seed: int) -> None:
         for again in random.choices((0, 0, 3), k=n)
     ]
     pairs = [(s, t) for s in range(n) for t in range(s + 1, n) if random.random() < 0.7]
-    messages = [Message(s, t, random.randint(0, 9), random.choice([None, 0, 5])) for s, t in pairs]
+    messages = [
+        Message(s, t, random.randint(0, 9), random.choice([None, 0, 5]), random.choice([0, 4]))
+        for s, t in pairs
+    ]
     links = [Link(random.randint(0, 2), random.choice([1, 2, 8])) for _ in range(2)]
     network = Network(links[0], {(0, 1): links[1]})
     recompute = [[random.random() < 0.4 for _ in range(m)] for _ in range(n)]
