@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.runtime import stream
-from fxpipe.runtime.copy import Links
+from fxpipe.runtime.copy import Links, compact
 from fxpipe.runtime.mailbox import Mailbox, Mirror, Outbox
 from fxpipe.runtime.memory import Memory
 from fxpipe.runtime.portal import CALLER, Wire, Wires, add_gradients, source_of
@@ -155,6 +155,8 @@ class Call:
         if gradient is not None and wire.source == CALLER:
             gradient = gradient.to(self._homes[wire.value, i])
         elif gradient is not None:
+            if self.device(j) == self.device(wire.source):
+                gradient = compact(gradient)  # it may wait there for long
             gradient = self._links.send(gradient, self.lane(j), self.lane(wire.source), i)
         self._mailboxes[wire.source].put(("gradient", wire, j, i), gradient)
 

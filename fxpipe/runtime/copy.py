@@ -60,6 +60,14 @@ class Links:
         return _receive(tensor, self._ends[source][microbatch], self._ends[target][microbatch])
 
 
+def compact(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if it keeps more memory than its own.
+
+    A concatenation's gradient is one tensor, of which each part gets a view.
+    """
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
 def new_copy_streams(devices: Sequence[Device], n_microbatches: int) -> list[list[Stream]]:
     """A copy stream per lane and micro-batch."""
     return [[stream.new_stream(device) for _ in range(n_microbatches)] for device in devices]

@@ -15,6 +15,7 @@ from fxpipe.errors import StageError
 from fxpipe.runtime import package
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.copy import Links
+from fxpipe.runtime.mailbox import Mailbox
 from fxpipe.runtime.memory import Tally
 from fxpipe.runtime.step import Step
 from fxpipe.schedule import Action, Kind
@@ -295,6 +296,69 @@ def test_a_gradient_is_let_go_of_by_the_backward_that_reads_it(tmp_path, monkeyp
     monkeypatch.setattr(Step, "_run", watched)
     pipe.step(*SKIPS.inputs(), loss_fn=mean_loss)
     assert alive == [0] * 16
+
+
+class Joined(nn.Module):
+    """The gradients of `a` and `b` are views of the concatenation's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        a = (x * self.w).exp()
+        return torch.cat([a, a.exp()], 1).relu()
+
+
+JOINED = Toy(
+    Joined,
+    (
+        Part(
+            """
+            def __init__(self):
+                super().__init__()
+                self.w = nn.Parameter(torch.ones(6))
+
+            def forward(self, x):
+                return (x * self.w).exp()
+            """,
+            (None,),
+            ("a",),
+        ),
+        Part(
+            """
+            def forward(self, a):
+                return a.exp()
+            """,
+            (0,),
+            ("b",),
+        ),
+        Part(
+            """
+            def forward(self, a, b):
+                return torch.cat([a, b], 1).relu()
+            """,
+            (0, 1),
+            ("y",),
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("devices", [(0, 0, 0), (0, 1, 0)])
+def test_a_gradient_that_waits_keeps_no_more_than_its_own_memory(tmp_path, monkeypatch, devices):
+    _, pipe = both(tmp_path, JOINED, devices=devices)
+    waiting, put = [], Mailbox.put
+
+    def seen(mailbox, key, item):
+        if key[0] == "gradient" and isinstance(item, torch.Tensor):
+            waiting.append((item.untyped_storage().nbytes(), item.nbytes))
+        put(mailbox, key, item)
+
+    monkeypatch.setattr(Mailbox, "put", seen)
+    pipe.step(*JOINED.inputs(), loss_fn=mean_loss)
+    assert len(waiting) >= 12
+    assert all(held <= own for held, own in waiting)
 
 
 def test_a_tally_counts_what_is_alive_once_and_keeps_the_most():
