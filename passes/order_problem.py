@@ -67,7 +67,13 @@ class OrderProblem:
         """What an F or I adds to memory until its micro-batch's W has ended, besides messages."""
         cost, again = self.stages[action.stage], self.recompute[action.stage][action.microbatch]
         if action.kind is Kind.FORWARD:
-            return cost.input_bytes + (0 if again else cost.saved_bytes)
+            handed = sum(
+                one.handed_bytes
+                for one in self.messages
+                if one.source == action.stage
+                and self.devices[one.source] == self.devices[one.target]
+            )
+            return cost.input_bytes + (cost.written_bytes if again else cost.saved_bytes) + handed
         return cost.saved_bytes if again else cost.again_bytes
 
     def transfer_ms(self, source: int, target: int, n_bytes: int) -> float:

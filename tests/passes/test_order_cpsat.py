@@ -63,6 +63,22 @@ def best_of_all(problem: OrderProblem) -> tuple[int, float]:
     return min(problem.rank(table) for table in tables if len(clock_order(table)) == 12)
 
 
+def test_a_forward_holds_what_stays_on_its_device_and_copies_to_be_run_again() -> None:
+    cost = StageCost(1.0, 1.0, saved_bytes=100, input_bytes=1, written_bytes=10)
+    message = Message(0, 1, 5, 5, handed_bytes=1000)
+    again = ((False,), (True,))
+    held = [
+        [
+            OrderProblem((cost,) * 2, (message,), FREE, devices, (2000,), again).held_bytes(
+                Action(j, Kind.FORWARD, 0)
+            )
+            for j in (0, 1)
+        ]
+        for devices in ((0, 0), (0, 1))
+    ]
+    assert held == [[1101, 11], [101, 11]]
+
+
 @pytest.mark.parametrize("hint", ["1f1b", "zb-h1"])
 def test_a_step_of_270_in_the_memory_of_1f1b(hint: str) -> None:
     problem = uniform(4, 8, in_flight=4)
