@@ -1,8 +1,9 @@
 """Gradients of a layer's weights, added straight to their `.grad`.
 
-Autograd would be asked for each layer by itself, and make each gradient in memory of its own before
-it is added. From what the node of a linear layer has saved it takes one product that adds its
-result (Megatron-LM has a kernel of its own that fuses the two).
+Autograd would be asked for each layer by itself, look through all of the graph below it, and make
+each gradient in memory of its own before it is added. From what the node of a linear layer has
+saved it takes one product that adds its result (Megatron-LM has a kernel of its own that fuses the
+two); those of other layers are made by the op that autograd would call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -68,9 +69,48 @@ def _layer_norm(node: Any, gradient: Tensor, weights: Sequence[Tensor]) -> bool:
         node._saved_bias,
         [False, weight is not None, bias is not None],
     )
-    for leaf, found in ((weight, of_weight), (bias, of_bias)):
-        if leaf is not None:
-            _add(leaf, found)
+    _add_found((weight, of_weight), (bias, of_bias))
+    return True
+
+
+def _convolution(node: Any, gradient: Tensor, weights: Sequence[Tensor]) -> bool:
+    weight, bias = _leaf(node, 1), _leaf(node, 2)
+    if not _are(weights, weight, bias):
+        return False
+    _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+        gradient,
+        node._saved_input,
+        node._saved_weight,
+        node._saved_bias_sym_sizes_opt,
+        node._saved_stride,
+        node._saved_padding,
+        node._saved_dilation,
+        node._saved_transposed,
+        node._saved_output_padding,
+        node._saved_groups,
+        [False, weight is not None, bias is not None],
+    )
+    _add_found((weight, of_weight), (bias, of_bias))
+    return True
+
+
+def _batch_norm(node: Any, gradient: Tensor, weights: Sequence[Tensor]) -> bool:
+    weight, bias = _leaf(node, 1), _leaf(node, 2)
+    if not _are(weights, weight, bias):
+        return False
+    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+        gradient,
+        node._saved_input,
+        node._saved_weight,
+        node._saved_running_mean,
+        node._saved_running_var,
+        node._saved_result1,
+        node._saved_result2,
+        node._saved_training,
+        node._saved_eps,
+        [False, weight is not None, bias is not None],
+    )
+    _add_found((weight, of_weight), (bias, of_bias))
     return True
 
 
@@ -78,6 +118,8 @@ _RULES: Mapping[str, Callable[[Node, Tensor, Sequence[Tensor]], bool]] = {
     "AddmmBackward0": _linear,
     "MmBackward0": _linear_without_bias,
     "NativeLayerNormBackward0": _layer_norm,
+    "ConvolutionBackward0": _convolution,
+    "NativeBatchNormBackward0": _batch_norm,
 }
 
 
@@ -87,6 +129,12 @@ def _add_product(weight: Tensor, transposed: bool, x: Tensor, gradient: Tensor) 
         weight.grad = torch.mm(first.t(), second)
     else:
         weight.grad.addmm_(first.t(), second)
+
+
+def _add_found(*pairs: tuple[Tensor | None, Tensor]) -> None:
+    for leaf, found in pairs:
+        if leaf is not None:
+            _add(leaf, found)
 
 
 def _add(weight: Tensor, found: Tensor) -> None:

@@ -37,8 +37,21 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "product without bias": ProductAlone,
     "layer norm": lambda: nn.LayerNorm(5),
     "layer norm without bias": lambda: nn.LayerNorm(5, bias=False),
+    "convolution": lambda: nn.Conv2d(5, 4, 3, stride=2, padding=1),
+    "convolution without bias": lambda: nn.Conv2d(5, 4, (1, 3), dilation=2, bias=False),
+    "grouped convolution": lambda: nn.Conv2d(5, 10, 3, groups=5),
+    "transposed convolution": lambda: nn.ConvTranspose2d(5, 4, 3, stride=2, output_padding=1),
+    "batch norm": lambda: nn.BatchNorm2d(5),
+    "batch norm in eval": lambda: nn.BatchNorm2d(5).eval(),
 }
-NODES = ("AddmmBackward0", "MmBackward0", "NativeLayerNormBackward0")
+IMAGES = {kind for kind in LAYERS if "convolution" in kind or "batch" in kind}
+NODES = (
+    "AddmmBackward0",
+    "MmBackward0",
+    "NativeLayerNormBackward0",
+    "ConvolutionBackward0",
+    "NativeBatchNormBackward0",
+)
 
 
 def random(*shape: int) -> Tensor:
@@ -66,7 +79,7 @@ def whole(layer: nn.Module, inputs: list[Tensor], gradients: list[Tensor]) -> li
         *((kind, None) for kind in LAYERS),
         *(
             (kind, name)
-            for kind in ("linear", "product", "layer norm")
+            for kind in ("linear", "product", "layer norm", "convolution", "batch norm")
             for name in ("weight", "bias")
         ),
     ],
@@ -76,7 +89,8 @@ def test_they_add_up_as_autograds_do(kind, frozen):
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(name != frozen)
     weights = [p for p in layer.parameters() if p.requires_grad]
-    inputs = [random(4, 5).requires_grad_() for _ in range(3)]
+    shape = (4, 5, 8, 8) if kind in IMAGES else (4, 5)
+    inputs = [random(*shape).requires_grad_() for _ in range(3)]
     gradients = [random(*layer(x).shape) for x in inputs]
     expected = whole(layer, inputs, gradients)
 
