@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+# Adds what a node's gradient gives to its weights' and says so, or does nothing.
+_Rule = Callable[[Node, Tensor, Sequence[Tensor]], bool]
+
 
 def add_directly(node: Node, gradients: Sequence[Tensor | None], weights: Sequence[Tensor]) -> bool:
     """Add what `gradients`, of the node's outputs, give to the `.grad` of its `weights`.
@@ -55,71 +58,44 @@ def _linear_without_bias(node: Any, gradient: Tensor, weights: Sequence[Tensor])
     return True
 
 
-def _layer_norm(node: Any, gradient: Tensor, weights: Sequence[Tensor]) -> bool:
-    weight, bias = _leaf(node, 1), _leaf(node, 2)
-    if not _are(weights, weight, bias):
-        return False
-    _, of_weight, of_bias = torch.ops.aten.native_layer_norm_backward(
-        gradient,
-        node._saved_input,
-        node._saved_normalized_shape,
-        node._saved_result1,
-        node._saved_result2,
-        node._saved_weight,
-        node._saved_bias,
-        [False, weight is not None, bias is not None],
-    )
-    _add_found((weight, of_weight), (bias, of_bias))
-    return True
+def _by(op: Callable[..., tuple[Tensor, ...]], saved: str) -> _Rule:
+    """The rule of a layer whose input, weight and bias all get their gradients from `op`.
+
+    It takes the output's gradient, what the node has `saved`, and which gradients are wanted.
+    """
+    names = [f"_saved_{name}" for name in saved.split()]
+
+    def rule(node: Any, gradient: Tensor, weights: Sequence[Tensor]) -> bool:
+        weight, bias = _leaf(node, 1), _leaf(node, 2)
+        if not _are(weights, weight, bias):
+            return False
+        given = (getattr(node, name) for name in names)
+        _, *found = op(gradient, *given, [False, weight is not None, bias is not None])
+        for leaf, one in zip((weight, bias), found, strict=True):
+            if leaf is not None:
+                _add(leaf, one)
+        return True
+
+    return rule
 
 
-def _convolution(node: Any, gradient: Tensor, weights: Sequence[Tensor]) -> bool:
-    weight, bias = _leaf(node, 1), _leaf(node, 2)
-    if not _are(weights, weight, bias):
-        return False
-    _, of_weight, of_bias = torch.ops.aten.convolution_backward(
-        gradient,
-        node._saved_input,
-        node._saved_weight,
-        node._saved_bias_sym_sizes_opt,
-        node._saved_stride,
-        node._saved_padding,
-        node._saved_dilation,
-        node._saved_transposed,
-        node._saved_output_padding,
-        node._saved_groups,
-        [False, weight is not None, bias is not None],
-    )
-    _add_found((weight, of_weight), (bias, of_bias))
-    return True
+_aten = torch.ops.aten
 
-
-def _batch_norm(node: Any, gradient: Tensor, weights: Sequence[Tensor]) -> bool:
-    weight, bias = _leaf(node, 1), _leaf(node, 2)
-    if not _are(weights, weight, bias):
-        return False
-    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-        gradient,
-        node._saved_input,
-        node._saved_weight,
-        node._saved_running_mean,
-        node._saved_running_var,
-        node._saved_result1,
-        node._saved_result2,
-        node._saved_training,
-        node._saved_eps,
-        [False, weight is not None, bias is not None],
-    )
-    _add_found((weight, of_weight), (bias, of_bias))
-    return True
-
-
-_RULES: Mapping[str, Callable[[Node, Tensor, Sequence[Tensor]], bool]] = {
+_RULES: Mapping[str, _Rule] = {
     "AddmmBackward0": _linear,
     "MmBackward0": _linear_without_bias,
-    "NativeLayerNormBackward0": _layer_norm,
-    "ConvolutionBackward0": _convolution,
-    "NativeBatchNormBackward0": _batch_norm,
+    "NativeLayerNormBackward0": _by(
+        _aten.native_layer_norm_backward,
+        "input normalized_shape result1 result2 weight bias",
+    ),
+    "NativeBatchNormBackward0": _by(
+        _aten.native_batch_norm_backward,
+        "input weight running_mean running_var result1 result2 training eps",
+    ),
+    "ConvolutionBackward0": _by(
+        _aten.convolution_backward,
+        "input weight bias_sym_sizes_opt stride padding dilation transposed output_padding groups",
+    ),
 }
 
 
@@ -129,12 +105,6 @@ def _add_product(weight: Tensor, transposed: bool, x: Tensor, gradient: Tensor) 
         weight.grad = torch.mm(first.t(), second)
     else:
         weight.grad.addmm_(first.t(), second)
-
-
-def _add_found(*pairs: tuple[Tensor | None, Tensor]) -> None:
-    for leaf, found in pairs:
-        if leaf is not None:
-            _add(leaf, found)
 
 
 def _add(weight: Tensor, found: Tensor) -> None:
