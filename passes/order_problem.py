@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fxpipe.ir import Network
-from fxpipe.passes.simulate import Message, Simulation, StageCost, simulate
+from fxpipe.passes.simulate import Message, Simulation, StageCost, handed_bytes, simulate
 from fxpipe.schedule import Action, Kind, Schedule
 
 
@@ -67,12 +67,7 @@ class OrderProblem:
         """What an F or I adds to memory until its micro-batch's W has ended, besides messages."""
         cost, again = self.stages[action.stage], self.recompute[action.stage][action.microbatch]
         if action.kind is Kind.FORWARD:
-            handed = sum(
-                one.handed_bytes
-                for one in self.messages
-                if one.source == action.stage
-                and self.devices[one.source] == self.devices[one.target]
-            )
+            handed = handed_bytes(self.messages, self.devices)[action.stage]
             return cost.input_bytes + (cost.written_bytes if again else cost.saved_bytes) + handed
         return cost.saved_bytes if again else cost.again_bytes
 

@@ -171,6 +171,7 @@ def cut(  # type: ignore[no-untyped-def]
                 continue
             size = there[j, other] if box % 2 == 0 else back[other, j]
             if device_of[other] == device_of[j]:
+                # The value waits there, then its gradient (simulate.handed_bytes).
                 if box % 2 == 0 and size > 0 and workspace[j] > 0:
                     keeps[j] += size
             elif size >= 0:

@@ -233,12 +233,10 @@ def numbers(
     n = len(stages)
     # Outbox 2 j is stage j's after F, 2 j + 1 its outbox after the backward, nearest first.
     outboxes: list[list[tuple[int, int, float]]] = [[] for _ in range(2 * n)]
-    handed = [0] * n
     for message in sorted(messages, key=lambda one: one.target - one.source):
         ends = message.source, message.target
         source, target = (device_of[j] for j in ends)
         if source == target:
-            handed[message.source] += message.handed_bytes
             continue
         there, back = network.between(source, target), network.between(target, source)
         outboxes[2 * ends[0]].append((ends[1], message.bytes, there.transfer_ms(message.bytes)))
@@ -260,7 +258,7 @@ def numbers(
             ],
             np.int64,
         )
-        + np.array(handed, np.int64)[:, None],
+        + np.array(handed_bytes(messages, device_of), np.int64)[:, None],
         comes_back=np.array([(c.again_bytes, c.saved_bytes) for c in stages], np.int64)
         + np.array([[c.arriving_bytes] for c in stages], np.int64),
         workspace=np.array([cost.workspace_bytes for cost in stages], np.int64),
@@ -271,6 +269,15 @@ def numbers(
         transfers=np.array([ms for _, _, ms in slots], np.float64),
         at_rest=at_rest,
     )
+
+
+def handed_bytes(messages: Sequence[Message], device_of: Sequence[int]) -> list[int]:
+    """What each stage holds of what it hands to others on its device."""
+    held = [0] * len(device_of)
+    for message in messages:
+        if device_of[message.source] == device_of[message.target]:
+            held[message.source] += message.handed_bytes
+    return held
 
 
 def _times(cost: StageCost) -> list[tuple[float, float]]:
