@@ -82,11 +82,18 @@ def _name(dim: str, found: Mapping[str, str]) -> str:
 
 
 class _Rewriting(ast.NodeTransformer):
-    """Puts `$name` for each known expression; of a product, for known factors of it."""
+    """Puts `$name` for each known expression; of a product, for known factors of it.
+
+    A quotient is found again behind further strides: with `height` for `(h - 1) // 2 + 1`,
+    `(h - 1) // 4` is `(height - 1) // 2`.
+    """
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names
-        parsed = ((ast.parse(text, mode="eval").body, name) for text, name in names.items())
+        parsed = [(ast.parse(text, mode="eval").body, name) for text, name in names.items()]
+        self.quotients = [
+            (quotient, name) for tree, name in parsed if (quotient := _quotient(tree))
+        ]
         self.products = [
             (Counter(map(ast.unparse, _factors(tree))), name)
             for tree, name in parsed
@@ -99,7 +106,23 @@ class _Rewriting(ast.NodeTransformer):
             return ast.Name(f"${name}")
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             return self._product([*_factors(node)])
-        return self.generic_visit(node)
+        quotient = _quotient(node)
+        node = self.generic_visit(node)
+        if quotient and sizes_in(ast.unparse(node).replace("$", "_")):
+            return self._behind_strides(*quotient[:2]) or node
+        return node
+
+    def _behind_strides(self, numerator: str, divisor: int) -> ast.expr | None:
+        """A quotient by a known one of the same numerator, if that can be divided further."""
+        for (same, stride, offset), name in self.quotients:
+            if same == numerator and divisor % stride == 0:
+                known: ast.expr = ast.Name(f"${name}")
+                if offset:
+                    known = ast.BinOp(known, ast.Sub(), ast.Constant(offset))
+                if stride == divisor:
+                    return known
+                return ast.BinOp(known, ast.FloorDiv(), ast.Constant(divisor // stride))
+        return None
 
     def _product(self, factors: list[ast.expr]) -> ast.expr:
         for wanted, name in self.products:
@@ -115,6 +138,21 @@ class _Rewriting(ast.NodeTransformer):
                 factors = [*kept, ast.Name(f"${name}")]
         made = [self.visit(f) if not _is_local(f) else f for f in factors]
         return reduce(lambda a, b: ast.BinOp(a, ast.Mult(), b), made)  # type: ignore[arg-type,return-value]
+
+
+def _quotient(node: ast.AST) -> tuple[str, int, int] | None:
+    """Numerator, divisor and offset of `numerator // divisor + offset`."""
+    match node:
+        case ast.BinOp(ast.BinOp(_, ast.FloorDiv()) as inner, ast.Add(), ast.Constant(int(offset))):
+            pass
+        case ast.BinOp(_, ast.FloorDiv()) as inner:
+            offset = 0
+        case _:
+            return None
+    match inner.right:
+        case ast.Constant(int(divisor)):
+            return ast.unparse(inner.left), divisor, offset
+    return None
 
 
 def _is_local(node: ast.expr) -> bool:
