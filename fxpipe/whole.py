@@ -21,7 +21,7 @@ from fxpipe.runtime.lanes import Lanes
 from fxpipe.runtime.split import SplitBackward
 from fxpipe.runtime.stream import Device
 
-_REPEATS = 7
+_REPEATS = 5
 
 
 class Whole(NamedTuple):

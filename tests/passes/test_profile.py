@@ -76,6 +76,14 @@ def test_ops_add_up_to_the_whole():
     assert [cost.halving_ms for cost in scaled.values()] == [0.5] * 3
 
 
+def test_a_slow_spell_of_the_machine_does_not_count(monkeypatch):
+    spells = iter([Whole(600.0, 6.0, 7.5), Whole(60.0, 66.0, 75.0)])
+    monkeypatch.setattr("fxpipe.passes.profile.whole_ms", lambda *_: next(spells))
+    _, found = measured(models.Chain(), torch.randn(8, 6))
+    assert sum(cost.forward_ms for cost in found.costs.values()) == pytest.approx(60)
+    assert sum(cost.backward_ms for cost in found.costs.values()) == pytest.approx(6)
+
+
 def test_halves_that_take_no_longer_cost_nothing():
     scaled = _scaled({"a": OpCost(2.0, 3.0), "b": OpCost(1.0, 0.0)}, Whole(6.0, 6.0, 5.0))
     assert [cost.halving_ms for cost in scaled.values()] == [0.0, 0.0]
