@@ -75,3 +75,25 @@ class Switch:
             self._stack.close()
             self._stack.enter_context(region.entered())
             self.region = region
+
+
+class GraphSwitch:
+    """Writes into a graph what goes from one region to the next, as `behind` reads it."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.region = PLAIN
+        self._graph = graph
+        self._entered: list[fx.Node] = []
+
+    def to(self, region: Region) -> None:
+        """What is added next to the graph stands in `region`."""
+        if region == self.region:
+            return
+        call = self._graph.call_function
+        while self._entered:
+            call(torch.amp.autocast_mode._exit_autocast, (self._entered.pop(),))
+        call(torch._C._set_grad_enabled, (region.grad,))
+        for each in region.autocasts:
+            arguments = (each.device_type, each.dtype, each.enabled, each.cache)
+            self._entered.append(call(torch.amp.autocast_mode._enter_autocast, arguments))
+        self.region = region

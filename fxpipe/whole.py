@@ -8,18 +8,18 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from fxpipe.interpret import DTYPE, TRAINING, Compute, run_graph
 from fxpipe.ir import Capture
 from fxpipe.runtime.lanes import Lanes
 from fxpipe.runtime.split import SplitBackward
 from fxpipe.runtime.stream import Device
+from fxpipe.straight import straight
 
 _REPEATS = 5
 
@@ -45,7 +45,7 @@ def whole_ms(capture: Capture, given: Sequence[Tensor], devices: Sequence[Device
             twin = _Twin(capture, given)
             if not keeps_gradients:
                 twin.drop_gradients()
-            twin.run_ms(_backward)
+            twin.run_ms()
         finally:
             all_busy.wait()
         return twin
@@ -54,14 +54,14 @@ def whole_ms(capture: Capture, given: Sequence[Tensor], devices: Sequence[Device
         twin = begun(keeps_gradients=True)
         try:
             for _ in range(_REPEATS):
-                times.append(Whole(*twin.run_ms(_backward), twin.halves_ms()))
+                times.append(Whole(*twin.run_ms(), twin.halves_ms()))
         finally:
             over.set()
 
     def beside() -> None:
         twin = begun(keeps_gradients=False)
         while not over.is_set():
-            twin.run_ms(_backward)
+            twin.run_ms()
 
     Lanes(devices).run([measured, *[beside] * (len(devices) - 1)], over.set)
     return Whole(*map(statistics.median, zip(*times, strict=True)))
@@ -71,7 +71,6 @@ class _Twin:
     """The graph with parameters of its own that share the model's memory, and its own buffers."""
 
     def __init__(self, capture: Capture, given: Sequence[Tensor]) -> None:
-        self._graph = capture.graph
         self._given = given
         held = [
             *capture.state.values(),
@@ -80,8 +79,8 @@ class _Twin:
         known = {id(p): _leaf(p) for p in held if isinstance(p, nn.Parameter)}
         self._parameters = list(known.values())
         # Copies of what is known are those: so modules and state share each parameter.
-        self._modules, state = copy.deepcopy((dict(capture.modules), dict(capture.state)), known)
-        self._state = {**state, TRAINING: True, DTYPE: capture.dtype}
+        modules, state = copy.deepcopy((dict(capture.modules), dict(capture.state)), known)
+        self._run = straight(capture, modules, state)
 
     def drop_gradients(self) -> None:
         """Hold no gradients: only one lane's worth of them is there."""
@@ -89,47 +88,31 @@ class _Twin:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
 
-    def run_ms(self, backward: "_Way") -> tuple[float, float]:
+    def run_ms(self) -> tuple[float, float]:
         """Milliseconds of a forward and of its backward."""
-        inputs = [tensor.clone() for tensor in self._given]
-        first: list[Tensor] = []
-
-        def note(
-            node: fx.Node, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> Any:
-            value = compute(args, kwargs)
-            if not first and isinstance(value, Tensor) and value.requires_grad:
-                first.append(value)
-            return value
-
         start = time.perf_counter()
-        outputs = run_graph(self._graph, self._modules, self._state, inputs, note)
+        outputs, _ = self._forward()
         between = time.perf_counter()
-        made = [o for o in outputs if o is not None and o.requires_grad]
-        backward(made, first)
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
         return 1e3 * (between - start), 1e3 * (time.perf_counter() - between)
 
     def halves_ms(self) -> float:
         """Milliseconds of a backward in halves."""
+        outputs, first = self._forward()
+        start = time.perf_counter()
+        edges = [get_gradient_edge(output) for output in outputs]
         try:
-            return self.run_ms(_halves)[1]
+            split = SplitBackward(edges, [torch.ones_like(output) for output in outputs])
+            split.input_gradients([get_gradient_edge(first)] if first is not None else [])
+            split.weight_gradients()
         except RuntimeError:
             return math.inf
+        return 1e3 * (time.perf_counter() - start)
 
-
-# Runs the backward of a graph from its outputs; also given is what could be a stage's input.
-_Way = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-
-
-def _backward(outputs: Sequence[Tensor], _: Sequence[Tensor]) -> None:
-    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-
-
-def _halves(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    edges = [get_gradient_edge(output) for output in outputs]
-    split = SplitBackward(edges, [torch.ones_like(output) for output in outputs])
-    split.input_gradients([get_gradient_edge(given) for given in inputs])
-    split.weight_gradients()
+    def _forward(self) -> tuple[list[Tensor], Tensor | None]:
+        """The outputs that have a gradient, and what could be a stage's input."""
+        outputs, first = self._run(*(tensor.clone() for tensor in self._given))
+        return [o for o in outputs if o is not None and o.requires_grad], first
 
 
 def _leaf(parameter: nn.Parameter) -> nn.Parameter:

@@ -37,6 +37,7 @@ HELPERS = (
     "fxpipe.specs",
     "fxpipe.stock",
     "fxpipe.stopwatch",
+    "fxpipe.straight",
     "fxpipe.topology",
     "fxpipe.whole",
 )
@@ -63,6 +64,7 @@ RULES = {
             "fxpipe.regions",
             "fxpipe.specs",
             "fxpipe.stopwatch",
+            "fxpipe.straight",
             "fxpipe.topology",
         ),
     ),

@@ -1,0 +1,38 @@
+"""A captured graph as straight code of torch.fx, with as little between its ops as a stage has."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from fxpipe.interpret import DTYPE, MODE, TRAINING, by_mode
+from fxpipe.ir import Capture
+from fxpipe.regions import PLAIN, REGION, GraphSwitch
+
+
+def straight(
+    capture: Capture, modules: Mapping[str, nn.Module], state: Mapping[str, Tensor]
+) -> fx.GraphModule:
+    """What `capture` runs in train mode, on these modules, parameters and buffers.
+
+    It takes the model's inputs. It returns its outputs, with None for what eval mode alone has, and
+    the first value that has a gradient.
+    """
+    constants = {TRAINING: True, DTYPE: capture.dtype}
+    graph, values = fx.Graph(), dict[fx.Node, Any]()
+    switch = GraphSwitch(graph)
+    first = None
+    for node in capture.graph.nodes:
+        if node.op == "output":
+            switch.to(PLAIN)
+            graph.output((fx.map_arg(node.args[0], values.get), first))
+        elif node.op == "get_attr" and node.target in constants:
+            values[node] = constants[node.target]
+        elif node.target is by_mode:
+            values[node] = values[node.all_input_nodes[0]]
+        elif node.meta.get(MODE, True):
+            switch.to(node.meta.get(REGION, switch.region))
+            values[node] = graph.node_copy(node, values.__getitem__)
+            if first is None and node.name in capture.ops:
+                first = values[node] if capture.specs[node.name].requires_grad else None
+    return fx.GraphModule({**modules, **state}, graph)
