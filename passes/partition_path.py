@@ -11,16 +11,10 @@ Path = tuple[int, ...]
 
 def even_path(chain: Chain, edges: Sequence[int], n_stages: int) -> Path:
     """Stages of equal time, as far as the edges allow."""
-    return weighted_path(chain, edges, (1,) * n_stages)
-
-
-def weighted_path(chain: Chain, edges: Sequence[int], weights: Sequence[float]) -> Path:
-    """Stages whose times are to each other as `weights`, as far as the edges allow."""
     times = (block.forward_ms + block.backward_ms for block in chain.blocks)
     before = [0.0, *accumulate(times)]
     by_edge = [before[edge] for edge in edges]
-    shares = [weight / sum(weights) for weight in accumulate(weights, initial=0.0)]
-    path = [bisect_left(by_edge, by_edge[-1] * share) for share in shares]
+    path = [bisect_left(by_edge, by_edge[-1] * (j / n_stages)) for j in range(n_stages + 1)]
     return spread(path, len(edges) - 1)
 
 

@@ -2,8 +2,9 @@
 
 1. Every named schedule on cuts of equal time is a first answer.
 2. For each *shape*, a map of stages to devices (round and round, or back and forth, one to several
-   stages a device), a few *tapers* are tried: smaller stages at both ends, so that all devices soon
-   have work, there and back. From the best, cuts are moved as in Pfeife (Jhoo et al., ICML 2025,
+   stages a device), stages are made alike, forward and backward, where messages are short: where
+   there are no more micro-batches than devices, all wait for the longest of neighbouring stages.
+   From the best, cuts are moved as in Pfeife (Jhoo et al., ICML 2025,
    section 4): one by 1 to 10 places, the others in proportion, or a few together; of several such
    moves, the one after which the step is likely to be shortest. Ours move the price of memory too,
    at which a device computes blocks again. What a move is worth is told by a step in which each
@@ -24,8 +25,11 @@ from functools import partial
 from itertools import product
 from random import Random
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fxpipe.passes import order
-from fxpipe.passes.partition_path import even_path, weighted_path
+from fxpipe.passes.partition_path import even_path
 from fxpipe.passes.search_bound import bytes_free, lower_bound_ms
 from fxpipe.passes.search_judge import Candidate, Found, Judge, SearchProblem, shapes
 from fxpipe.passes.search_moves import moved
@@ -35,14 +39,17 @@ from fxpipe.schedule import Action, Schedule
 # Actions simulated in a second by one core of 2024, with what is done besides to choose moves.
 _WORK_PER_SECOND = 1_200_000
 _LATE = 30  # moves: a change that is no worse than what stood so long ago is kept
-# Shares of the work: for tapers, for moves in rounds, each with half of the climbs left, and for
-# the order.
-_TAPER, _MOVES, _POLISH = 0.1, 0.75, 0.15
+# Shares of the work: to align stages, for moves in rounds, each with half of the climbs left, and
+# for the order.
+_ALIGN, _MOVES, _POLISH = 0.15, 0.7, 0.15
 # A climb soon comes to where it stays: for each so many actions of work there is another one of
 # each shape, up to so many.
 _ANOTHER, _MOST_CLIMBS = 8_000_000, 8
-# How much smaller than the others the first stage may be, and the last one.
-_TAPERS = (0.3, 0.6, 1.0, 0.1)
+# What the first and the last stage are to the others where stages are made alike, what a message
+# counts, how often shares follow what devices had too much to do, and how far.
+_ENDS = ((1.0, 1.0), (0.6, 0.6), (0.3, 0.6))
+_PRICES, _ALIGNED, _STEP = (0.3, 1.0), 4, 0.7
+_BEGUN = 8  # climbs that go on from there
 _PIECES = 8  # in which the order is polished: between them the time is looked at
 # Orders tried near the last one where stages were moved a little, and how often that is done.
 _NEAR, _SHARE_NEAR = 3, 0.3
@@ -98,7 +105,8 @@ class Search:
         climbs = self._begun()  # the first step of a process waits for machine code
         self.ends_at = time.monotonic() + self.time_limit_s
         with ThreadPoolExecutor(self.n_workers) as pool:
-            list(pool.map(partial(self._taper, work=_TAPER * self.budget / len(climbs)), climbs))
+            list(pool.map(partial(self._align, work=_ALIGN * self.budget / len(climbs)), climbs))
+            climbs = sorted(climbs, key=lambda climb: climb.best.worth)[:_BEGUN]
             climbs += [
                 replace(climb, late=[*climb.late], random=Random(f"{self.seed} {k}"))
                 for k, climb in enumerate(climbs * (self.n_climbs - 1))
@@ -150,21 +158,23 @@ class Search:
         random = Random(f"{self.seed} {shape} {table is None}")
         return _Climb(found, found, [found.worth] * _LATE, random)
 
-    def _taper(self, climb: _Climb, work: float) -> None:
-        """Smaller stages at the ends, if that is better than equal times."""
+    def _align(self, climb: _Climb, work: float) -> None:
+        """Stages alike, then smaller ones for devices that have more to do than others."""
         candidate, p = climb.best.candidate, self.problem.n_devices
-        for first, last in product(_TAPERS, repeat=2):
-            if work <= 0 or self._is_over(climb):
-                break
-            weights = tapered(len(candidate.device_of), p, first, last)
-            path = weighted_path(self.problem.chain, self.problem.edges, weights)
-            groups = (1, p, self.problem.n_microbatches)
-            found = self.judge(replace(candidate, path=path), groups, 2)
-            work -= found.work
-            if found.worth < climb.best.worth:
-                climb.here = climb.best = found
-                climb.late = [found.worth] * _LATE
-                self._tell(found)
+        groups = (1, p, self.problem.n_microbatches)
+        for ends, price in product(_ENDS, _PRICES):
+            shares = tapered(len(candidate.device_of), p, *ends)
+            for _ in range(_ALIGNED):
+                if work <= 0 or self._is_over(climb):
+                    return
+                aligned = replace(candidate, path=self.judge.alike(shares, price))
+                found = self.judge(aligned, groups, 2)
+                work -= found.work
+                if found.worth < climb.best.worth:
+                    climb.here = climb.best = found
+                    climb.late = [found.worth] * _LATE
+                    self._tell(found)
+                shares = shares * self.judge.leisure(aligned) ** _STEP
 
     def _climb(self, climb: _Climb, work: float) -> None:
         """Moves, as long as they simulate no more than `work` actions."""
@@ -208,17 +218,17 @@ class Search:
                 self._tell(polished)
 
 
-def tapered(n_stages: int, n_devices: int, first: float, last: float) -> list[float]:
-    """Weights of stages that grow from `first` at the begin, and fall to `last` at the end.
+def tapered(n_stages: int, n_devices: int, first: float, last: float) -> NDArray[np.float64]:
+    """Shares of stages that grow from `first` at the begin, and fall to `last` at the end.
 
     Others have 1; as many stages grow and as many fall as there are devices, for that is how many
     the last device waits for, there and back.
     """
-    weights = [1.0] * n_stages
+    shares = np.ones(n_stages)
     for k in range(min(n_devices, n_stages)):
-        weights[k] *= first + (1 - first) * k / n_devices
-        weights[-1 - k] *= last + (1 - last) * k / n_devices
-    return weights
+        shares[k] *= first + (1 - first) * k / n_devices
+        shares[-1 - k] *= last + (1 - last) * k / n_devices
+    return shares
 
 
 def tables(n_devices: int, n_microbatches: int, loops: Sequence[int]) -> Iterator[Schedule]:

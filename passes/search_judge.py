@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from fxpipe.ir import Chain, Network
 from fxpipe.passes import search_kernel as kernel
 from fxpipe.passes.partition_path import Path
+from fxpipe.passes.search_alike_kernel import alike_path
 from fxpipe.passes.search_chain import chain_arrays, links_of
 from fxpipe.passes.search_cut_kernel import cut
 from fxpipe.passes.search_shift_kernel import best_shift
@@ -139,6 +140,21 @@ class Judge:
         )
         worth = int(over), float(step_ms)
         return Found(worth, candidate, numbers, found.split, rank, room, ran, work)
+
+    def alike(self, shares: NDArray[np.float64], price: float) -> Path:
+        """Bounds of stages as alike as may be, but for their `shares`.
+
+        They are where messages are short, at this `price`.
+        """
+        forward, backward, *_, message = self.by_place
+        return tuple(alike_path(forward, backward, message, shares, price).tolist())
+
+    def leisure(self, candidate: Candidate) -> NDArray[np.float64]:
+        """Of each stage, the work of a mean device over that of its own."""
+        work, device_of = self.by_place[0] + self.by_place[1], list(candidate.device_of)
+        work_ms = np.bincount(device_of, np.diff(work[list(candidate.path)]))
+        leisure: NDArray[np.float64] = work_ms.mean() / work_ms
+        return leisure[device_of]
 
     def shifted(self, found: Found, n_drawn: int, seed: int) -> Path:
         """The bounds of `found` moved as, of so many moves, does its step the most good."""

@@ -19,7 +19,7 @@ from fxpipe.schedule import Schedule
 NAME = "auto"
 # Numbers of stages a device, of which each is a file that people read; and those of a bare chain.
 LOOPS = (1, 2, 3, 4, 6)
-_MORE_LOOPS, _MOST_STAGES = (8, 12, 16), 48
+_MORE_LOOPS, _MOST_STAGES = 16, 48
 TIME_LIMIT_S = 30.0
 
 
@@ -77,7 +77,8 @@ def search(
 
 def chain_loops(n_devices: int) -> tuple[int, ...]:
     """Numbers of stages a device to try with a bare chain: small stages are begun soon."""
-    return (*LOOPS, *(n for n in _MORE_LOOPS if n * n_devices <= _MOST_STAGES))
+    most = min(_MORE_LOOPS, _MOST_STAGES // n_devices)
+    return tuple(sorted({*LOOPS, *range(1, most + 1)}))
 
 
 def usual_workers() -> int:

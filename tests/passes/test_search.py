@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from random import Random
 
 import numpy as np
@@ -15,7 +15,7 @@ from fxpipe.passes import order, search_plan
 from fxpipe.passes import search as search_module
 from fxpipe.passes.checkpoints import place
 from fxpipe.passes.partition_costs import evaluate
-from fxpipe.passes.partition_path import even_path, weighted_path
+from fxpipe.passes.partition_path import even_path
 from fxpipe.passes.search import Search, table_of, tapered
 from fxpipe.passes.search_judge import Candidate, Judge, SearchProblem, shapes
 from fxpipe.passes.search_shift_kernel import critical_counts, critical_ms
@@ -169,7 +169,7 @@ def test_never_worse_than_a_named_schedule_on_stages_of_equal_time(seed: int) ->
 
 @pytest.mark.parametrize("climbs", [1, 8])
 def test_the_same_seed_gives_the_same_plan(climbs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = problem(random_chain(Random(5), 30), 2, 4)
+    asked = problem(random_chain(Random(5), 60), 3, 6)
     monkeypatch.setattr(search_module, "_MOST_CLIMBS", climbs)
     monkeypatch.setattr(search_module, "_ANOTHER", 1)
 
@@ -237,9 +237,58 @@ def test_the_chosen_move_makes_no_other_device_the_one_that_takes_longest() -> N
     assert again.worth[1] < found.worth[1]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_stages_made_alike_differ_least_from_their_shares(seed: int) -> None:
+    random = Random(seed)
+    chain = random_chain(random, 9)
+    judge = Judge(problem(chain, 3, 6, network=Network(Link(0.0, 1e3))))
+    shares, price = np.array([random.choice([0.5, 1.0, 2.0]) for _ in range(4)]), 0.3
+    forward, backward, *_, message = judge.by_place
+    n_edges = len(judge.problem.edges)
+
+    def differs(path: tuple[int, ...]) -> float:
+        found = 0.0
+        for j, (begin, end) in enumerate(pairwise(path)):
+            parts = [
+                (costs[end] - costs[begin]) / costs[-1] * shares.sum() / shares[j] - 1
+                for costs in (forward, backward)
+            ]
+            if begin == 0 or end == n_edges - 1:
+                parts = [max(part, 0.0) for part in parts]
+            found += sum(part**2 for part in parts)
+            found += price * message[end] / forward[-1] * shares.sum() if end < n_edges - 1 else 0.0
+        return found
+
+    ways = ((0, *cuts, n_edges - 1) for cuts in combinations(range(1, n_edges - 1), 3))
+
+    path = judge.alike(shares, price)
+    assert differs(path) == pytest.approx(min(map(differs, ways)))
+
+
+def test_alike_stages_of_a_model_are_its_layers() -> None:
+    layer = [block(f"b{k}", ms, 2 * ms) for k, ms in enumerate((1.0, 4.0, 2.0))]
+    chain = plain([block("embed", 0.5, 1.0), *layer * 8, block("head", 3.0, 6.0)])
+    # What a layer hands to the next is smaller than what is between its blocks.
+    values = [replace(v, bytes=1000 if k % 3 == 0 else 3000) for k, v in enumerate(chain.values)]
+    slow = Network(Link(0.0, 1e3))
+    judge = Judge(problem(replace(chain, values=tuple(values)), 2, 2, network=slow))
+
+    path = judge.alike(np.ones(9), price=0.3)
+
+    assert path == (0, 4, 7, 10, 13, 16, 19, 22, 25, 26)
+
+
+def test_a_device_with_more_to_do_has_no_leisure() -> None:
+    judge = Judge(problem(plain([block(f"b{k}") for k in range(8)], 0), 2, 2))
+
+    leisure = judge.leisure(Candidate((0, 1, 4, 5, 8), (0, 1, 0, 1), (0,) * 4))
+
+    assert leisure.tolist() == pytest.approx([2, 2 / 3, 2, 2 / 3])
+
+
 def test_tapers_grow_at_the_begin_and_shrink_at_the_end() -> None:
     assert tapered(8, 2, 0.5, 0.1) == pytest.approx([0.5, 0.75, 1, 1, 1, 1, 0.55, 0.1])
-    assert tapered(3, 4, 1.0, 1.0) == [1.0, 1.0, 1.0]
+    assert tapered(3, 4, 1.0, 1.0).tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("p", [4, 8])
@@ -249,7 +298,7 @@ def test_smaller_stages_at_both_ends_are_sooner_begun_and_sooner_done(p: int) ->
     shape = tuple(range(p)) * 3
 
     def step_ms(first: float, last: float) -> float:
-        path = weighted_path(chain, judge.problem.edges, tapered(len(shape), p, first, last))
+        path = judge.alike(tapered(len(shape), p, first, last), price=1.0)
         return judge(Candidate(path, shape, (0,) * len(shape)), (1, p), 2).worth[1]
 
     computing_ms = 2 * p * 60 * 3
@@ -257,8 +306,8 @@ def test_smaller_stages_at_both_ends_are_sooner_begun_and_sooner_done(p: int) ->
 
 
 def test_a_bare_chain_may_be_cut_into_more_stages_a_device() -> None:
-    assert search_plan.chain_loops(2) == (1, 2, 3, 4, 6, 8, 12, 16)
-    assert search_plan.chain_loops(4) == (1, 2, 3, 4, 6, 8, 12)
+    assert search_plan.chain_loops(2) == tuple(range(1, 17))
+    assert search_plan.chain_loops(4) == tuple(range(1, 13))
     assert search_plan.chain_loops(16) == search_plan.LOOPS
 
 
