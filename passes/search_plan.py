@@ -19,7 +19,7 @@ from fxpipe.schedule import Schedule
 NAME = "auto"
 # Numbers of stages a device, of which each is a file that people read; and those of a bare chain.
 LOOPS = (1, 2, 3, 4, 6)
-_MORE_LOOPS, _MOST_STAGES = 16, 48
+_MORE_LOOPS, _MOST_STAGES = 16, 64
 TIME_LIMIT_S = 30.0
 
 
