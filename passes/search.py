@@ -2,14 +2,14 @@
 
 1. Every named schedule on cuts of equal time is a first answer.
 2. For each *shape*, a map of stages to devices (round and round, or back and forth, one to several
-   stages a device), stages are made alike, forward and backward, where messages are short: where
-   there are no more micro-batches than devices, all wait for the longest of neighbouring stages.
-   From the best, cuts are moved as in Pfeife (Jhoo et al., ICML 2025,
-   section 4): one by 1 to 10 places, the others in proportion, or a few together; of several such
-   moves, the one after which the step is likely to be shortest. Ours move the price of memory too,
-   at which a device computes blocks again. What a move is worth is told by a step in which each
-   device chooses what it runs (search_kernel.attempt). Where there is time, several climb from
-   each shape, with chance of their own; those that fall behind are dropped.
+   stages a device), stages are made alike, forward and backward, where messages are short: with no
+   more micro-batches than devices, all wait for the longest of neighbouring stages. From the best
+   of them, cuts are moved as in Pfeife (Jhoo et al., ICML 2025, section 4): one by 1 to 10 places,
+   the others in proportion, or a few together; of several such moves, the one after which the step
+   is likely to be shortest. Ours move the price of memory too, at which a device computes blocks
+   again. What a move is worth is told by a step in which each device chooses what it runs
+   (search_kernel.attempt). Where there is time, several climb from each shape, with chance of their
+   own; those that fall behind are dropped.
 3. The order of the best is polished, and halves of backwards that gain nothing are put together.
 
 Climbs go side by side in as many threads as there are workers. What a search does hangs on `seed`

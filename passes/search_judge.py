@@ -150,10 +150,10 @@ class Judge:
         return tuple(alike_path(forward, backward, message, shares, price).tolist())
 
     def leisure(self, candidate: Candidate) -> NDArray[np.float64]:
-        """Of each stage, the work of a mean device over that of its own."""
+        """Of each stage, the work of a mean device over that of its own, from a half to twice."""
         work, device_of = self.by_place[0] + self.by_place[1], list(candidate.device_of)
         work_ms = np.bincount(device_of, np.diff(work[list(candidate.path)]))
-        leisure: NDArray[np.float64] = work_ms.mean() / work_ms
+        leisure: NDArray[np.float64] = np.clip(work_ms.mean() / np.maximum(work_ms, 1e-9), 0.5, 2.0)
         return leisure[device_of]
 
     def shifted(self, found: Found, n_drawn: int, seed: int) -> Path:

@@ -286,6 +286,14 @@ def test_a_device_with_more_to_do_has_no_leisure() -> None:
     assert leisure.tolist() == pytest.approx([2, 2 / 3, 2, 2 / 3])
 
 
+def test_blocks_that_take_no_time_are_cut_as_well() -> None:
+    nothing = plain([block(f"b{k}", 0.0, 0.0) for k in range(6)])
+    some = plain([block(f"b{k}", float(k == 5), float(k == 5)) for k in range(6)])
+
+    assert searched(problem(nothing, 2, 2)).gap == pytest.approx(1.0)
+    assert searched(problem(some, 2, 2)).estimate.step_ms == pytest.approx(4.0, rel=0.1)
+
+
 def test_tapers_grow_at_the_begin_and_shrink_at_the_end() -> None:
     assert tapered(8, 2, 0.5, 0.1) == pytest.approx([0.5, 0.75, 1, 1, 1, 1, 0.55, 0.1])
     assert tapered(3, 4, 1.0, 1.0).tolist() == [1.0, 1.0, 1.0]
