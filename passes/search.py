@@ -49,6 +49,7 @@ _ANOTHER, _MOST_CLIMBS = 8_000_000, 8
 # counts, how often shares follow what devices had too much to do, and how far.
 _ENDS = ((1.0, 1.0), (0.6, 0.6), (0.3, 0.6))
 _PRICES, _ALIGNED, _STEP = (0.3, 1.0), 4, 0.7
+_PAIRS = 130  # of places: as many are looked at, to make stages alike, in the time of an action
 _BEGUN = 8  # climbs that go on from there
 _PIECES = 8  # in which the order is polished: between them the time is looked at
 # Orders tried near the last one where stages were moved a little, and how often that is done.
@@ -169,7 +170,7 @@ class Search:
                     return
                 aligned = replace(candidate, path=self.judge.alike(shares, price))
                 found = self.judge(aligned, groups, 2)
-                work -= found.work
+                work -= found.work + len(self.problem.edges) ** 2 / _PAIRS
                 if found.worth < climb.best.worth:
                     climb.here = climb.best = found
                     climb.late = [found.worth] * _LATE
