@@ -19,7 +19,7 @@ limit in seconds only guards it.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -103,9 +103,9 @@ class Search:
 
     def run(self) -> Found:
         """The best step found."""
-        climbs = self._begun()  # the first step of a process waits for machine code
-        self.ends_at = time.monotonic() + self.time_limit_s
         with ThreadPoolExecutor(self.n_workers) as pool:
+            climbs = self._begun(pool)  # the first step of a process waits for machine code
+            self.ends_at = time.monotonic() + self.time_limit_s
             list(pool.map(partial(self._align, work=_ALIGN * self.budget / len(climbs)), climbs))
             climbs = sorted(climbs, key=lambda climb: climb.best.worth)[:_BEGUN]
             climbs += [
@@ -128,21 +128,20 @@ class Search:
         best_there_is = not over and step_ms <= self.bound_ms * (1 + 1e-6)
         return best_there_is or time.monotonic() > self.ends_at
 
-    def _begun(self) -> list[_Climb]:
+    def _begun(self, pool: Executor) -> list[_Climb]:
         """A climb for each shape, and for the best of the named schedules."""
         problem, most = self.problem, len(self.problem.edges) - 1
         if problem.table is not None:
             return [self._begin(problem.table.stage_to_device, problem.table)]
-        named = sorted(
-            (
-                self._begin(table.stage_to_device, table)
-                for table in tables(problem.n_devices, problem.n_microbatches, problem.loops)
-                if table.n_stages <= most
-            ),
-            key=lambda climb: climb.best.worth,
-        )
+        named = [
+            table
+            for table in tables(problem.n_devices, problem.n_microbatches, problem.loops)
+            if table.n_stages <= most
+        ]
+        of_tables = pool.map(self._begin, (table.stage_to_device for table in named), named)
         chosen = [s for s in shapes(problem.n_devices, problem.loops) if len(s) <= most]
-        return [*named[:_NAMED], *(self._begin(shape) for shape in chosen)]
+        of_shapes = pool.map(self._begin, chosen)
+        return [*sorted(of_tables, key=lambda climb: climb.best.worth)[:_NAMED], *of_shapes]
 
     def _begin(self, shape: tuple[int, ...], table: Schedule | None = None) -> _Climb:
         """Equal times, and the lowest price of memory at which that fits."""
