@@ -21,7 +21,7 @@ from fxpipe.runtime.split import SplitBackward
 from fxpipe.runtime.stream import Device
 from fxpipe.straight import straight
 
-_REPEATS = 5
+_REPEATS = 4
 
 
 class Whole(NamedTuple):

@@ -6,6 +6,7 @@ caches, allocation, gradients added up) belongs to no op, but to the step that i
 
 import copy
 import dataclasses
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -57,12 +58,13 @@ def profile(
             if device.type != "cpu":  # there the whole model may not fit
                 costs = _measure(capture, given, device)
             else:
-                before = whole_ms(capture, given, devices)
+                spells = [whole_ms(capture, given, devices)]
                 costs = _measure(capture, given, device)
-                after = whole_ms(capture, given, devices)
-                # What else the machine does comes in spells, and only makes things longer.
-                costs = _scaled(costs, Whole(*map(min, before, after)))
+                spells.append(whole_ms(capture, given, devices))
                 overhead_ms = action_ms(sum(place(lane).type == "cpu" for lane in devices))
+                spells.append(whole_ms(capture, given, devices))
+                # What else a machine does comes in spells: of three, one that is slow says nothing.
+                costs = _scaled(costs, Whole(*map(statistics.median, zip(*spells, strict=True))))
     finally:
         torch.set_num_threads(threads)
     return Profile(
