@@ -20,6 +20,8 @@ def straight(
     """
     constants = {TRAINING: True, DTYPE: capture.dtype}
     graph, values = fx.Graph(), dict[fx.Node, Any]()
+    # By names that no attribute of a GraphModule has, such as `code`, and near at hand.
+    held: dict[str, nn.Module | Tensor] = {}
     switch = GraphSwitch(graph)
     first = None
     for node in capture.graph.nodes:
@@ -32,7 +34,10 @@ def straight(
             values[node] = values[node.all_input_nodes[0]]
         elif node.meta.get(MODE, True):
             switch.to(node.meta.get(REGION, switch.region))
-            values[node] = graph.node_copy(node, values.__getitem__)
-            if first is None and node.name in capture.ops:
-                first = values[node] if capture.specs[node.name].requires_grad else None
-    return fx.GraphModule({**modules, **state}, graph)
+            values[node] = copied = graph.node_copy(node, values.__getitem__)
+            if node.op in ("call_module", "get_attr"):
+                copied.target = f"held_{node.name}"
+                held[copied.target] = (modules if node.op == "call_module" else state)[node.target]
+            if first is None and node.name in capture.ops and node.name in capture.specs:
+                first = copied if capture.specs[node.name].requires_grad else None
+    return fx.GraphModule(held, graph)

@@ -30,7 +30,7 @@ def alike_path(  # type: ignore[no-untyped-def]
         for begin in range(place - 1, -1, -1):
             forward = (forward_before[place] - forward_before[begin]) / forward_ms
             backward = (backward_before[place] - backward_before[begin]) / backward_ms
-            if begin < place - 1 and min(forward, backward) > farthest:
+            if begin < place - 1 and forward + backward > 2 * farthest:
                 break
             for j in range(1 if begin else 0, n_stages if begin else 1):
                 before = least[begin, j - 1] if j > 0 else 0.0

@@ -29,6 +29,30 @@ class Regions(nn.Module):
         return self.linear(y.float()), y
 
 
+class Halves(nn.Module):
+    """Cuts its input in two before anything has a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        left, right = x.chunk(2, dim=1)
+        return self.linear(left) + right
+
+
+class Named(nn.Module):
+    """Has names that a GraphModule has for itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.graph = nn.Linear(6, 6)
+        self.code = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return self.graph(x) * self.code + self.graph.bias
+
+
 def run(model, *inputs):
     """What straight code returns, and what the model does."""
     captured = capture(model.train(), inputs, {})
@@ -42,7 +66,11 @@ def run(model, *inputs):
     return outputs, first, expected if isinstance(expected, tuple) else (expected,)
 
 
-@pytest.mark.parametrize("model", [models.Chain(), models.Skip(), models.Tied(), models.Paths()])
+@pytest.mark.parametrize(
+    "model",
+    [models.Chain(), models.Skip(), models.Tied(), models.Paths(), Halves(), Named()],
+    ids=lambda model: type(model).__name__,
+)
 def test_it_computes_what_the_model_does(model):
     x = torch.randint(0, 6, (4, 6)) if isinstance(model, models.Tied) else torch.randn(4, 6)
     outputs, first, expected = run(model, x)
