@@ -3,16 +3,18 @@
     python benchmarks/predictions.py             print the table
     python benchmarks/predictions.py --write     and keep it in benchmarks/PREDICTIONS.md
 
-Each example is profiled once for a number of lanes; all schedules and checkpoint modes are compiled
-from that profile, loaded, and run in turns, a step each, so that what else the machine does falls
-on all alike. Times are medians; a peak is the fullest device's over a step with gradients there.
+Each example is profiled for a number of lanes; all schedules and checkpoint modes are compiled from
+that profile, loaded, and run in turns, a step each, so that what else the machine does falls on all
+alike. Times are medians; a peak is the fullest device's over a step with gradients there. All of it
+is done in three rounds, so that the minute of a profile is not the word on one of steps: of each
+case, the round counts whose predicted step is in the middle of the three by its measured one.
 """
 
 import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +69,11 @@ class Row(NamedTuple):
     measured_bytes: int
     peaks: tuple[float, ...]
 
+    @property
+    def ratio(self) -> float:
+        """The predicted step by the measured one."""
+        return self.predicted_ms / self.measured_ms
+
 
 def from_file(name: str) -> Example:
     module = example(name)
@@ -92,8 +99,8 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
 }
 
 
-def measure(name: str, cases: list[Case], steps: int, folder: str) -> list[Row]:
-    """All cases of one example that have the same number of lanes."""
+def measure(name: str, cases: list[Case], steps: int) -> list[Row]:
+    """All cases of one example that have the same number of lanes, from a profile of now."""
     made = EXAMPLES[name]()
     profile, packages, pipes = None, {}, {}
     for case in cases:
@@ -108,8 +115,8 @@ def measure(name: str, cases: list[Case], steps: int, folder: str) -> list[Row]:
         )
         profile = package.profile
         packages[case] = package
-        out = package.write(f"{folder}/{name}_{'_'.join(map(str, case))}", weights=True)
-        pipes[case] = fxpipe.load(out)
+        with tempfile.TemporaryDirectory() as folder:
+            pipes[case] = fxpipe.load(package.write(f"{folder}/out", weights=True))
     times: dict[Case, list[float]] = {case: [] for case in cases}
     for _ in range(steps + 1):
         for case, pipe in pipes.items():
@@ -152,20 +159,26 @@ def table(rows: list[Row]) -> str:
     ]
     for one in rows:
         cells = [one.name, *map(str, one.case), f"{one.predicted_ms:.1f}", f"{one.measured_ms:.1f}"]
-        cells += [f"{one.predicted_ms / one.measured_ms:.2f}", size(one.predicted_bytes)]
+        cells += [f"{one.ratio:.2f}", size(one.predicted_bytes)]
         cells += [size(one.measured_bytes), ", ".join(f"{ratio:.2f}" for ratio in one.peaks)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def summary(rows: list[Row]) -> str:
-    away = statistics.median(abs(one.predicted_ms / one.measured_ms - 1) for one in rows)
-    ratios = [ratio for one in rows for ratio in one.peaks]
+def middle(rounds: Sequence[Row]) -> Row:
+    return sorted(rounds, key=lambda one: one.ratio)[len(rounds) // 2]
+
+
+def summary(cases: list[tuple[Row, ...]]) -> str:
+    """Of each case's rounds: the middle one's step, and all peaks."""
+    away = statistics.median(abs(middle(rounds).ratio - 1) for rounds in cases)
+    each = statistics.median(abs(one.ratio - 1) for rounds in cases for one in rounds)
+    ratios = [ratio for rounds in cases for one in rounds for ratio in one.peaks]
     under = sum(ratio < 1 for ratio in ratios)
     over = sum(ratio > 1.1 for ratio in ratios)
     return (
-        f"Predicted step: {away:.1%} from the measured one in the median of {len(rows)}.\n"
-        f"Predicted peaks: {min(ratios):.2f} to {max(ratios):.2f} of the measured ones, median "
+        f"Predicted step: {away:.1%} from the measured one in the median of {len(cases)}; "
+        f"{each:.1%} if each round counts.\nPredicted peaks: {min(ratios):.2f} to {max(ratios):.2f} of the measured ones, median "
         f"{statistics.median(ratios):.2f};\n{under} of {len(ratios)} under, {over} more than 10% "
         "over."
     )
@@ -173,24 +186,27 @@ def summary(rows: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="of each case in a round")
     parser.add_argument("--examples", nargs="*", default=list(EXAMPLES))
     parser.add_argument("--lanes", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--write", action="store_true", help="keep it in PREDICTIONS.md")
     options = parser.parse_args()
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in options.examples:
-            for lanes in options.lanes:
-                cases = [case for case in CASES if case.lanes == lanes]
-                found = measure(name, cases, options.steps, folder)
-                print(table(found), flush=True)
-                rows += found
+    measured: list[tuple[Row, ...]] = []
+    for name in options.examples:
+        for lanes in options.lanes:
+            cases = [case for case in CASES if case.lanes == lanes]
+            rounds = [measure(name, cases, options.steps) for _ in range(options.rounds)]
+            found = list(zip(*rounds, strict=True))
+            print(table([*map(middle, found)]), flush=True)
+            measured += found
     text = (
         f"# Predicted and measured on CPU lanes\n\n{machine()}.\n"
         f"Batch {BATCH} in {MICROBATCHES} micro-batches. Milliseconds of a training step, medians "
-        "of turns taken one after the other; peaks of\nthe fullest lane, and the ratio of each. "
-        f"Made by `python benchmarks/predictions.py --write`.\n\n{summary(rows)}\n\n{table(rows)}\n"
+        "of turns taken one after the other; peaks of\nthe fullest lane, and the ratio of each. Of "
+        f"{options.rounds} rounds, each with a profile of its own, the row shows the one in the "
+        "middle by\nthe ratio of steps. Made by `python benchmarks/predictions.py --write`.\n\n"
+        f"{summary(measured)}\n\n{table([*map(middle, measured)])}\n"
     )
     print(text)
     if options.write:
