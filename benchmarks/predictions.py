@@ -178,7 +178,8 @@ def summary(cases: list[tuple[Row, ...]]) -> str:
     over = sum(ratio > 1.1 for ratio in ratios)
     return (
         f"Predicted step: {away:.1%} from the measured one in the median of {len(cases)}; "
-        f"{each:.1%} if each round counts.\nPredicted peaks: {min(ratios):.2f} to {max(ratios):.2f} of the measured ones, median "
+        f"{each:.1%} if each round counts.\n"
+        f"Predicted peaks: {min(ratios):.2f} to {max(ratios):.2f} of the measured ones, median "
         f"{statistics.median(ratios):.2f};\n{under} of {len(ratios)} under, {over} more than 10% "
         "over."
     )

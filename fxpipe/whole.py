@@ -1,6 +1,7 @@
 """What the whole graph takes on a CPU lane while the other lanes are as busy as in a step.
 
-Lanes share caches, memory and Python's lock: beside others each is slower than alone.
+Lanes share caches, memory and Python's lock: beside others each is slower than alone. So is a
+backward that finds nothing of its forward in the caches, for other micro-batches came between.
 """
 
 import copy
@@ -8,6 +9,7 @@ import math
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,6 +24,7 @@ from fxpipe.runtime.stream import Device
 from fxpipe.straight import straight
 
 _REPEATS = 4
+_BETWEEN = 2  # micro-batches whose forwards come between a forward and its backward
 
 
 class Whole(NamedTuple):
@@ -45,7 +48,8 @@ def whole_ms(capture: Capture, given: Sequence[Tensor], devices: Sequence[Device
             twin = _Twin(capture, given)
             if not keeps_gradients:
                 twin.drop_gradients()
-            twin.run_ms()
+            twin.forward_ms()
+            twin.backward_ms()
         finally:
             all_busy.wait()
         return twin
@@ -53,15 +57,20 @@ def whole_ms(capture: Capture, given: Sequence[Tensor], devices: Sequence[Device
     def measured() -> None:
         twin = begun(keeps_gradients=True)
         try:
+            for _ in range(_BETWEEN):
+                twin.forward_ms()
             for _ in range(_REPEATS):
-                times.append(Whole(*twin.run_ms(), twin.halves_ms()))
+                forward_ms, backward_ms = twin.forward_ms(), twin.backward_ms()
+                twin.forward_ms()
+                times.append(Whole(forward_ms, backward_ms, twin.halves_ms()))
         finally:
             over.set()
 
     def beside() -> None:
         twin = begun(keeps_gradients=False)
         while not over.is_set():
-            twin.run_ms()
+            twin.forward_ms()
+            twin.backward_ms()
 
     Lanes(devices).run([measured, *[beside] * (len(devices) - 1)], over.set)
     return Whole(*map(statistics.median, zip(*times, strict=True)))
@@ -81,6 +90,8 @@ class _Twin:
         # Copies of what is known are those: so modules and state share each parameter.
         modules, state = copy.deepcopy((dict(capture.modules), dict(capture.state)), known)
         self._run = straight(capture, modules, state)
+        # The outputs that have a gradient, and what could be a stage's input.
+        self._in_flight: deque[tuple[list[Tensor], Tensor | None]] = deque()
 
     def drop_gradients(self) -> None:
         """Hold no gradients: only one lane's worth of them is there."""
@@ -88,17 +99,24 @@ class _Twin:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
 
-    def run_ms(self) -> tuple[float, float]:
-        """Milliseconds of a forward and of its backward."""
+    def forward_ms(self) -> float:
+        """Milliseconds of another micro-batch's forward."""
         start = time.perf_counter()
-        outputs, _ = self._forward()
-        between = time.perf_counter()
+        outputs, first = self._run(*(tensor.clone() for tensor in self._given))
+        ms = 1e3 * (time.perf_counter() - start)
+        self._in_flight.append(([o for o in outputs if o is not None and o.requires_grad], first))
+        return ms
+
+    def backward_ms(self) -> float:
+        """Milliseconds of the oldest micro-batch's backward."""
+        outputs, _ = self._in_flight.popleft()
+        start = time.perf_counter()
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        return 1e3 * (between - start), 1e3 * (time.perf_counter() - between)
+        return 1e3 * (time.perf_counter() - start)
 
     def halves_ms(self) -> float:
-        """Milliseconds of a backward in halves."""
-        outputs, first = self._forward()
+        """Milliseconds of the oldest micro-batch's backward in halves."""
+        outputs, first = self._in_flight.popleft()
         start = time.perf_counter()
         edges = [get_gradient_edge(output) for output in outputs]
         try:
@@ -108,11 +126,6 @@ class _Twin:
         except RuntimeError:
             return math.inf
         return 1e3 * (time.perf_counter() - start)
-
-    def _forward(self) -> tuple[list[Tensor], Tensor | None]:
-        """The outputs that have a gradient, and what could be a stage's input."""
-        outputs, first = self._run(*(tensor.clone() for tensor in self._given))
-        return [o for o in outputs if o is not None and o.requires_grad], first
 
 
 def _leaf(parameter: nn.Parameter) -> nn.Parameter:

@@ -2,6 +2,7 @@
 
 import threading
 from math import inf
+from typing import ClassVar
 
 import models
 import pytest
@@ -36,6 +37,41 @@ def test_every_lane_is_busy():
     object.__setattr__(captured, "modules", spied)
     whole_ms(captured, [x], parse_devices("cpu*2"))
     assert seen == {"fxpipe lane 0", "fxpipe lane 1"}
+
+
+class Noted(torch.autograd.Function):
+    """Notes in `notes` when it runs, and when its backward does."""
+
+    notes: ClassVar[list[str]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        Noted.notes.append("F")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Noted.notes.append("B")
+        return gradient
+
+
+def test_other_micro_batches_come_between_a_forward_and_its_backward():
+    class Noting(torch.nn.Module):
+        def forward(self, x):
+            return Noted.apply(x)
+
+    model, x = models.Chain(), torch.randn(8, 6)
+    captured = capture(model, (x,), {})
+    node = next(node for node in captured.graph.nodes if node.op == "call_module")
+    noting = {**captured.modules, str(node.target): Noting()}
+    object.__setattr__(captured, "modules", noting)
+    given = x.requires_grad_()
+    Noted.notes.clear()
+    whole_ms(captured, [given], parse_devices("cpu"))
+    first, *steady = "".join(Noted.notes).split("B")
+    assert first == "F"  # to warm up
+    assert steady[0] == "FFF"
+    assert all(steady[1:-1])
 
 
 class Once(torch.autograd.Function):
