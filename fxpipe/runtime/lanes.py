@@ -13,6 +13,7 @@ import torch
 from fxpipe.runtime import stream
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.mailbox import StoppedError
+from fxpipe.runtime.malloc import keep_freed_memory
 from fxpipe.runtime.stream import Device, Stream
 
 # How long a lane may keep Python from the others; Python's own 5 ms are many small ops.
@@ -27,6 +28,8 @@ class Lanes:
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = tuple(devices)
+        if any(stream.place(device).type == "cpu" for device in devices):
+            keep_freed_memory()
         self._queues: tuple[_Queue, ...] = tuple(SimpleQueue() for _ in devices)
         # The threads know only their queues: the pipeline can be collected while they idle.
         for index, queue in enumerate(self._queues):
