@@ -7,7 +7,7 @@ _LARGEST_BYTES = 32 * 2**20
 
 
 def keep_freed_memory() -> None:
-    """Have glibc's malloc give memory back to the system only beyond 64 MiB that are free.
+    """Have glibc's malloc give memory back only when over 64 MiB of a thread's lie free at its end.
 
     It begins with 128 KiB, and goes up to twice the largest block that it had mapped by itself and
     that was freed (mallopt(3), M_MMAP_THRESHOLD). Below that, a step's tensors go back and forth,
