@@ -170,7 +170,7 @@ class Meter:
             saved=_saved(packed, _tensors(given), _tensors(result), self._parameters(node)),
             forward_bytes=forward_bytes,
             backward_bytes=backward_bytes(result, leaves + parameters, self._device),
-            arriving_bytes=sum(t.nbytes for t in _trained(_tensors(result))) if in_part else 0,
+            arriving_bytes=sum(t.nbytes for t in _made(result)) if in_part else 0,
         )
 
     def _backward_ms(self, result: Any, leaves: Sequence[Tensor]) -> float:
@@ -197,7 +197,7 @@ class Meter:
 
 def backward_ms(clock: Clock, result: Any, leaves: Sequence[Tensor]) -> float:
     """Milliseconds from the results' gradients to those of `leaves`."""
-    made, wanted = _trained(_tensors(result)), _trained(leaves)
+    made, wanted = _made(result), _trained(leaves)
     if not made or not wanted:
         return 0.0
     return clock(partial(_backward, made, wanted), lambda: [torch.ones_like(t) for t in made])
@@ -205,7 +205,7 @@ def backward_ms(clock: Clock, result: Any, leaves: Sequence[Tensor]) -> float:
 
 def backward_bytes(result: Any, leaves: Sequence[Tensor], device: torch.device) -> int:
     """Bytes that this takes at its fullest, besides the results' gradients and what is saved."""
-    made, wanted = _trained(_tensors(result)), _trained(leaves)
+    made, wanted = _made(result), _trained(leaves)
     if not made or not wanted:
         return 0
     gradients = [torch.ones_like(tensor) for tensor in made]
@@ -220,6 +220,14 @@ def _backward(
 
 def _trained(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def _made(result: Any) -> list[Tensor]:
+    """The results that a gradient goes through.
+
+    A view of a parameter that was taken under `no_grad` says that it requires one, and has no way.
+    """
+    return [tensor for tensor in _tensors(result) if tensor.grad_fn is not None]
 
 
 def _wants(tensors: Sequence[Tensor]) -> bool:

@@ -143,3 +143,14 @@ def test_what_eval_mode_alone_gives_costs_a_step_nothing():
 
     captured, found = measured(Cached(), torch.randn(8, 6))
     assert found.costs.keys() < captured.ops.keys()
+
+
+def test_a_view_of_a_parameter_under_no_grad_has_no_backward():
+    """Spectral norm takes one; torch says of it that it requires a gradient."""
+    model = torch.nn.Sequential(
+        torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(6, 6)), torch.nn.ReLU()
+    )
+    captured, found = measured(model, torch.randn(8, 6))
+    (view,) = (n.name for n in captured.graph.nodes if n.target is getattr and "H" in n.args)
+    assert found.costs[view].backward_ms == 0
+    assert sum(cost.backward_ms for cost in found.costs.values()) > 0
