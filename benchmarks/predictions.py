@@ -166,6 +166,7 @@ def table(rows: list[Row]) -> str:
 
 
 def middle(rounds: Sequence[Row]) -> Row:
+    """The round of a case that its row shows, by the ratio of steps."""
     return sorted(rounds, key=lambda one: one.ratio)[len(rounds) // 2]
 
 
