@@ -4,6 +4,7 @@ from torch import nn
 
 from fxpipe.devices import device_named
 from fxpipe.errors import InputError
+from fxpipe.interpret import by_mode
 from fxpipe.ir import Capture, CheckpointMode, Profile
 from fxpipe.memory import lacks_memory
 from fxpipe.passes.order import NAMES as SCHEDULES
@@ -90,8 +91,9 @@ def check_profile(profile: Profile, capture: Capture, microbatches: int) -> None
             f"the profile is of another model, or of another version of it (fingerprint "
             f"{profile.fingerprint}, this model's is {capture.fingerprint}): measure it anew"
         )
-    missing = [name for name, op in capture.ops.items() if op.mode != "eval"]
-    missing = [name for name in missing if name not in profile.costs]
+    ops = [node for node in capture.graph.nodes if node.name in capture.ops]
+    run = [op.name for op in ops if op.target is not by_mode and capture.mode(op.name) != "eval"]
+    missing = [name for name in run if name not in profile.costs]
     if missing:
         raise InputError(f"the profile has no cost of {', '.join(missing[:3])}: measure it anew")
     rows = -(-capture.batch // microbatches)

@@ -189,6 +189,14 @@ def test_a_profile_of_another_model_or_microbatch_is_refused():
         fxpipe.compile(model, (x,), devices="cpu*2", microbatches=4, profile=own)
 
 
+@pytest.mark.parametrize("made", [models.Chain, models.Paths, models.Auxiliary])
+def test_a_profile_has_all_that_another_plan_needs(made):
+    model, args = made(), (torch.randn(8, 6),)
+    measured = fxpipe.compile(model, args, devices="cpu*2", microbatches=2).profile
+    again = fxpipe.compile(model, args, devices="cpu*3", microbatches=2, profile=measured)
+    assert again.profile == measured
+
+
 @cache
 def package_of_chain():
     return compile_flat(models.Chain(), (torch.randn(8, 6),), devices="cpu*2", microbatches=2)
