@@ -1,6 +1,7 @@
 """A captured graph as straight code of torch.fx, with as little between its ops as a stage has."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -38,6 +39,13 @@ def straight(
             if node.op in ("call_module", "get_attr"):
                 copied.target = f"held_{node.name}"
                 held[copied.target] = (modules if node.op == "call_module" else state)[node.target]
+            elif isinstance(node.target, MethodType):
+                copied.target = _function(node.target)
             if first is None and node.name in capture.ops and node.name in capture.specs:
                 first = copied if capture.specs[node.name].requires_grad else None
     return fx.GraphModule(held, graph)
+
+
+def _function(method: MethodType) -> Callable[..., Any]:
+    """A custom autograd.Function's `apply`: torch.fx would look for its name in torch's module."""
+    return lambda *args, **kwargs: method(*args, **kwargs)

@@ -53,6 +53,39 @@ class Named(nn.Module):
         return self.graph(x) * self.code + self.graph.bias
 
 
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * 3 * x**2
+
+
+class Negative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return -x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+class Functions(nn.Module):
+    """Calls gradients of its own making."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return Negative.apply(Cube.apply(self.linear(x)))
+
+
 def run(model, *inputs):
     """What straight code returns, and what the model does."""
     captured = capture(model.train(), inputs, {})
@@ -68,7 +101,7 @@ def run(model, *inputs):
 
 @pytest.mark.parametrize(
     "model",
-    [models.Chain(), models.Skip(), models.Tied(), models.Paths(), Halves(), Named()],
+    [models.Chain(), models.Skip(), models.Tied(), models.Paths(), Halves(), Named(), Functions()],
     ids=lambda model: type(model).__name__,
 )
 def test_it_computes_what_the_model_does(model):
