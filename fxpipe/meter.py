@@ -19,6 +19,7 @@ from fxpipe.errors import InputError
 from fxpipe.interpret import Compute
 from fxpipe.ir import Capture, OpCost, own_storage
 from fxpipe.memory import storage_of
+from fxpipe.runtime.split import written_anyway
 from fxpipe.stopwatch import Clock
 
 
@@ -185,7 +186,9 @@ class Meter:
         """
         if not (_wants(weights) and _wants(inputs)):
             return float(_wants(weights))
-        of_weights, of_inputs = (self._backward_ms(result, side) for side in (weights, inputs))
+        written = [tensor for made in _made(result) for tensor in written_anyway(made.grad_fn)]
+        of_weights = self._backward_ms(result, [*weights, *written])
+        of_inputs = self._backward_ms(result, inputs)
         return of_weights / (of_weights + of_inputs) if of_weights else 0.0
 
     def _parameters(self, node: fx.Node) -> list[Tensor]:

@@ -95,10 +95,20 @@ class SplitBackward:
             if add_directly(fork.node, fork.arrived.gradients, fork.weights):
                 continue
             fork.arrived.passing = True
-            _backward(fork.edges(), fork.weights)
+            _backward(fork.edges(), [*fork.weights, *written_anyway(fork.node)])
             fork.arrived.passing = False
         _backward(self._roots, None)
         self._roots, self._forks = [], []
+
+
+def written_anyway(node: Any) -> list[Tensor]:
+    """What a node writes a gradient of even if only its weights' are asked for.
+
+    A group norm on channels-last memory does on a CPU, to where nothing is: the process dies.
+    """
+    if node.name() != "NativeGroupNormBackward0" or node._saved_input.is_contiguous():
+        return []
+    return [node._saved_input]
 
 
 def _backward(

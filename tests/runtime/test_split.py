@@ -67,6 +67,18 @@ class Written(nn.Module):
         return y * self.scale, x
 
 
+class ChannelsLast(nn.Module):
+    """A group norm on channels-last memory writes its input's gradient, asked or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = torch.stack([x, x.tanh()], 2).unsqueeze(3).to(memory_format=torch.channels_last)
+        return self.norm(image)[:, :, 0, 0]
+
+
 def backward(model: nn.Module, n_inputs: int, half: bool) -> list[Tensor | None]:
     """The gradients of inputs and weights."""
     generator = torch.Generator().manual_seed(0)
@@ -88,7 +100,8 @@ def backward(model: nn.Module, n_inputs: int, half: bool) -> list[Tensor | None]
 
 
 @pytest.mark.parametrize(
-    ("model", "n_inputs"), [(Chain, 1), (Shared, 1), (Normed, 1), (Beside, 2), (Written, 1)]
+    ("model", "n_inputs"),
+    [(Chain, 1), (Shared, 1), (Normed, 1), (Beside, 2), (Written, 1), (ChannelsLast, 1)],
 )
 def test_two_halves_are_the_whole(model, n_inputs):
     torch.manual_seed(0)
