@@ -4,9 +4,10 @@ python benchmarks/stock_models.py                 run the zoo, print each model'
 python benchmarks/stock_models.py --only NAME...  of these models alone
 python benchmarks/stock_models.py --write         and keep each row in benchmarks/COVERAGE.md
 
-Each model of `zoo.py` is captured and compiled into 2 and 4 stages in a process of its own, and
-compared with the plain model in float64, in train and eval mode: outputs, gradients, buffers, at
-another batch size than the traced one. The libraries, beside torch:
+Each model of `zoo.py` is captured and compiled into 2 stages under 1F1B, and into 4 under ZB-H1,
+whose backwards are in halves, in a process of its own, and compared with the plain model in
+float64, in train and eval mode: outputs, gradients, buffers, at another batch size than the traced
+one. The libraries, beside torch:
 
     pip install transformers diffusers
     pip install --no-deps torchvision==0.28.0 timm    # a CPU build of torch keeps being what it is
@@ -40,7 +41,7 @@ from fxpipe.verify import Verification, verify
 
 HERE = Path(__file__).parent
 TABLE = HERE / "COVERAGE.md"
-STAGES = (2, 4)
+SCHEDULES = {2: "1f1b", 4: "zb-h1"}  # by number of stages
 BATCH, OTHER_BATCH, MICROBATCHES = 6, 7, 3
 LIMIT_SECONDS = 900
 
@@ -62,16 +63,16 @@ class Row:
     def cells(self) -> list[str]:
         """The row in the table."""
         if not self.installed:
-            return [self.name, self.library, "not installed", *[""] * (len(STAGES) + 3)]
+            return [self.name, self.library, "not installed", *[""] * (len(SCHEDULES) + 3)]
         captured = self.modes if self.captured else "no"
-        equal = [{True: "equal", False: "differs"}.get(self.equal.get(n), "") for n in STAGES]
+        equal = [{True: "equal", False: "differs"}.get(self.equal.get(n), "") for n in SCHEDULES]
         why = re.sub(r"/\S*/site-packages/", "", self.why.replace("|", "/"))
         why = " ".join(why.split())[:400]
         measured = [str(self.ops or ""), f"{self.seconds:.0f}"]
         return [self.name, self.library, captured, *equal, *measured, why]
 
 
-def try_model(entry: Entry, stages: tuple[int, ...] = STAGES) -> Row:
+def try_model(entry: Entry) -> Row:
     """Compile and verify it. An exception becomes the row's `why`."""
     row = Row(entry.name, entry.library)
     if importlib.util.find_spec(entry.library) is None:
@@ -80,7 +81,7 @@ def try_model(entry: Entry, stages: tuple[int, ...] = STAGES) -> Row:
     passes = [""]
     started = time.perf_counter()
     try:
-        for package in compiled(entry, stages, passes):
+        for package in compiled(entry, passes):
             n = len(package.manifest.stages)
             row.captured, row.modes = True, package.manifest.checked
             row.ops = len(package.capture.ops)
@@ -96,12 +97,12 @@ def try_model(entry: Entry, stages: tuple[int, ...] = STAGES) -> Row:
     return row
 
 
-def compiled(entry: Entry, stages: tuple[int, ...], passes: list[str]) -> Iterator[fxpipe.Package]:
+def compiled(entry: Entry, passes: list[str]) -> Iterator[fxpipe.Package]:
     """A package for each number of stages, all of one capture and profile."""
     target = target_of(entry)
     model, inputs = target.build(), target.inputs(BATCH)
     capture, profile = compiler.capture_model, None
-    for n in stages:
+    for n, schedule in SCHEDULES.items():
         with mock.patch.object(compiler, "capture_model", capture):
             package = fxpipe.compile(
                 model,
@@ -109,6 +110,7 @@ def compiled(entry: Entry, stages: tuple[int, ...], passes: list[str]) -> Iterat
                 inputs.kwargs,
                 devices=["cpu"] * n,
                 microbatches=MICROBATCHES,
+                schedule=schedule,
                 profile=profile,
                 progress=passes.append,
             )
@@ -185,10 +187,11 @@ def rows_kept() -> dict[str, list[str]]:
 def summary(rows: list[list[str]]) -> str:
     ran = [cells for cells in rows if cells[2] != "not installed"]
     captured = sum(cells[2] != "no" for cells in ran)
-    passed = sum(set(cells[2 : 3 + len(STAGES)]) == {"train and eval", "equal"} for cells in ran)
+    passed = sum(set(cells[2 : 3 + len(SCHEDULES)]) == {"train and eval", "equal"} for cells in ran)
+    stages = " and ".join(map(str, SCHEDULES))
     return (
-        f"**{passed} of {len(ran)}** models are equal to the plain model at "
-        f"{' and '.join(map(str, STAGES))} stages in train and eval mode; {captured} are captured."
+        f"**{passed} of {len(ran)}** models are equal to the plain model at {stages} stages in "
+        f"train and eval mode; {captured} are captured."
     )
 
 
@@ -203,8 +206,9 @@ def versions() -> str:
 
 
 def report(rows: list[list[str]]) -> str:
-    heads = ["model", "library", "captured", *(f"{n} stages" for n in STAGES), "ops", "seconds"]
-    rule = "| --- | --- | --- |" + " --- |" * len(STAGES) + " ---: | ---: | --- |"
+    stages = [f"{n} stages, {schedule}" for n, schedule in SCHEDULES.items()]
+    heads = ["model", "library", "captured", *stages, "ops", "seconds"]
+    rule = "| --- | --- | --- |" + " --- |" * len(SCHEDULES) + " ---: | ---: | --- |"
     return (
         f"# Coverage\n\n{summary(rows)}\n\n"
         f"{datetime.date.today()}, {processor()}, {os.cpu_count()} cores, "

@@ -1,4 +1,4 @@
-"""A few models of the benchmarks' zoo: what stock models do, compiled and compared.
+"""A few models of the benchmarks' zoo: what stock models do, measured, compiled and compared.
 
 `benchmarks/stock_models.py` does so with all of them.
 """
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from flat import flat_profile
 
 from fxpipe import compiler
 from fxpipe.capture import capture
@@ -19,6 +18,7 @@ from fxpipe.verify import verify
 FILE = Path(__file__).parents[1] / "benchmarks" / "zoo.py"
 MODELS = (
     "BertForMaskedLM",  # masks, labels, dropout, a tied weight, a dataclass of outputs
+    "BloomForCausalLM",  # a custom autograd.Function
     "DLRM",  # bags of embeddings
     "Recomputed",  # checkpointing inside
     "Experts",  # each token to one of them: sizes that depend on values
@@ -46,12 +46,7 @@ def test_stock_models_go_in_and_what_comes_out_equals_them(name, zoo, tmp_path, 
     assert captured.checked == "train and eval"
     monkeypatch.setattr(compiler, "capture_model", lambda *_: captured)
     package = compiler.compile(
-        model,
-        inputs.args,
-        inputs.kwargs,
-        devices="cpu*4",
-        microbatches=3,
-        profile=flat_profile(captured, 3),
+        model, inputs.args, inputs.kwargs, devices="cpu*4", microbatches=3, schedule="zb-h1"
     )
     result = verify(package.write(tmp_path / "out"), target, batch=7, dtype=entry.dtype)
     assert result.equal, result
