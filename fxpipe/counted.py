@@ -5,11 +5,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from fxpipe.memory import storage_of
+from fxpipe.memory import dense_tensors, storage_of
 from fxpipe.runtime import stream
 
 T = TypeVar("T")
@@ -41,8 +39,8 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {storage_of(tensor) for tensor in _tensors((args, kwargs))}
-        for tensor in _tensors(result):
+        given = {storage_of(tensor) for tensor in dense_tensors((args, kwargs))}
+        for tensor in dense_tensors(result):
             address = storage_of(tensor)
             if address not in given and address not in self._held:
                 storage = tensor.untyped_storage()
@@ -50,7 +48,3 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 weakref.finalize(storage, self._held.pop, address, None)
         self.peak = max(self.peak, sum(self._held.values()))
         return result
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -142,6 +142,12 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
+def dense_tensors(tree: Any) -> list[Tensor]:
+    """The tensors in `tree` that have memory; a sparse one has parts, which ops made before it."""
+    leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    return [tensor for tensor in leaves if tensor.layout is torch.strided]
+
+
 def storage_of(tensor: Tensor) -> int:
     """A number for the memory of `tensor`, real or fake, while it lives."""
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]

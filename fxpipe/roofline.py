@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from fxpipe.devices import Device
-from fxpipe.memory import storage_of
+from fxpipe.memory import dense_tensors, storage_of
 
 # The share of the peak that is reached. 16 transformer blocks (hidden size 2048, bfloat16) on 32
 # of an H200's 132 multiprocessors trained at 0.70 of what the data sheet gives them.
@@ -68,7 +67,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _kernel_ms(self, packet: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> float:
-        given, made = _tensors((args, kwargs)), _tensors(result)
+        given, made = dense_tensors((args, kwargs)), dense_tensors(result)
         known = {storage_of(tensor) for tensor in given}
         written = [tensor for tensor in made if storage_of(tensor) not in known]
         if not made or (not written and packet is aten._unsafe_view):
@@ -88,10 +87,6 @@ def _operations(packet: Any, args: tuple[Any, ...], kwargs: Any, result: Any) ->
         return int(2 * args[0].numel() * args[1].shape[-1])
     count = flop_registry.get(packet)
     return int(count(*args, **kwargs, out_val=result)) if count else 0
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -21,8 +21,10 @@ def write_weights(folder: Path, manifest: Manifest, state: Mapping[str, Tensor])
     stage uses is in `unused.safetensors`. Tensors are written from where they lie, one by one,
     whatever their size. Raises PackageError for a tensor that the format does not know.
     """
-    folder.mkdir()
-    for file, names in _files(manifest).items():
+    files = _files(manifest)
+    if files:  # a model may hold nothing
+        folder.mkdir()
+    for file, names in files.items():
         entries = entries_of({name: state[name] for name in names})
         try:
             refuse_unwritable(entries)

@@ -289,6 +289,21 @@ def test_a_tensor_is_unpacked_by_one_op_whose_backward_is_one():
     assert captured.checked == "train and eval"
 
 
+def test_an_item_of_what_a_stock_module_returns_is_not_all_of_it():
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.pool = nn.Linear(6, 6), nn.MaxPool1d(2, return_indices=True)
+
+        def forward(self, x):
+            values, _ = self.pool(self.layer(x))
+            return values
+
+    captured = capture(Pooled(), (torch.randn(4, 6),), {})
+    assert targets(captured) == ["layer"]
+    assert captured.checked == "train and eval"
+
+
 def test_checkpoint_regions_are_opened():
     class Checkpointed(models.Chain):
         def forward(self, x):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from flat import compile_flat, flat_profile
 from makers import MAKERS, captured, structured, target_of
+from torch import nn
 
 import fxpipe
 from fxpipe.capture import capture
@@ -195,6 +196,31 @@ def test_a_profile_has_all_that_another_plan_needs(made):
     measured = fxpipe.compile(model, args, devices="cpu*2", microbatches=2).profile
     again = fxpipe.compile(model, args, devices="cpu*3", microbatches=2, profile=measured)
     assert again.profile == measured
+
+
+def test_sparse_gradients_are_measured_counted_and_right(tmp_path):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(50, 6, sparse=True), nn.Linear(6, 3)
+
+        def forward(self, words):
+            return self.head(self.words(words).mean(1))
+
+    def loss_fn(output, target):
+        return (output - target).square().mean()
+
+    model, words, target = Words(), torch.randint(50, (8, 4)), torch.randn(8, 3)
+    package = fxpipe.compile(model, (words,), devices="cpu*2", microbatches=4)
+    pipe = fxpipe.load(package.write(tmp_path / "out", weights=True))
+    pipe.step(words, target=target, loss_fn=loss_fn)
+    loss_fn(model(words), target).backward()
+    found, expected = pipe.words.weight.grad, model.words.weight.grad
+    assert found.is_sparse
+    torch.testing.assert_close(found.to_dense(), expected.to_dense())
+    with pipe.memory() as memory:
+        pipe.step(words, target=target, loss_fn=loss_fn)
+    assert all(peak.measured_bytes > 0 for peak in memory.peaks)
 
 
 @cache

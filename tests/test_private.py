@@ -59,6 +59,8 @@ PRIVATE = {
     "torch.Tensor._post_accumulate_grad_hooks": (
         "capture/check.py, capture/refuse.py, runtime/weight_gradients.py"
     ),
+    "torch.Tensor._indices": "runtime/memory.py",
+    "torch.Tensor._values": "runtime/memory.py",
     "torch._foreach_zero_": "runtime/graph.py",
     "torch.autograd.graph.get_gradient_edge": "runtime/step.py",
     "torch.autograd.graph._engine_run_backward": "runtime/backward.py",

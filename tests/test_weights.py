@@ -53,6 +53,16 @@ def test_a_tied_weight_stands_once(tmp_path):
     assert pipe.head.weight is pipe.embed.weight
 
 
+def test_a_model_that_holds_nothing_has_no_weights_to_write(tmp_path):
+    class Bare(nn.Module):
+        def forward(self, x):
+            return x.sin().cos().tanh()
+
+    x = torch.randn(4, 6)
+    out = compiled(Bare(), x).write(tmp_path / "out", weights=True)
+    assert torch.equal(fxpipe.load(out)(x), Bare()(x))
+
+
 def test_a_package_with_weights_equals_the_model_at_once(tmp_path):
     model, x = Odd().double(), torch.randn(4, 6).double()
     out = compiled(model, x).write(tmp_path / "out", weights=True)

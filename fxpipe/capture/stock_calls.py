@@ -3,10 +3,11 @@
 So an emitted stage says `self.conv1(x)`, and train and eval mode are the module's own affair.
 """
 
+import operator
 from collections.abc import Sequence
 from itertools import groupby
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxpipe.stock import constructor, forward_takes_one
 
@@ -55,7 +56,10 @@ def _with_own_mode(model: nn.Module) -> set[nn.Module]:
 
 
 def _ends(group: Sequence[fx.Node], path: str) -> tuple[fx.Node, fx.Node] | None:
-    """The one value that goes into a module's ops and the one that comes out, if it is so."""
+    """The one value that goes into a module's ops and the one that comes out, if it is so.
+
+    An item that alone is used of a tuple is not what the module returns.
+    """
     inside = set(group)
     given = {
         value
@@ -66,7 +70,11 @@ def _ends(group: Sequence[fx.Node], path: str) -> tuple[fx.Node, fx.Node] | None
     results = {node for node in group if any(user not in inside for user in node.users)}
     if len(given) != 1 or len(results) != 1:
         return None
-    return given.pop(), results.pop()
+    result = results.pop()
+    whole = result.all_input_nodes[0].meta["val"]
+    if result.target is operator.getitem and not isinstance(whole, Tensor):
+        return None
+    return given.pop(), result
 
 
 def _belongs(attribute: fx.Node, path: str) -> bool:

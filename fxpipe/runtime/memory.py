@@ -221,8 +221,10 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(node: Any) -> Iterator[Tensor]:
+    """Those that have memory; a sparse one has parts, which ops made before it."""
     if isinstance(node, Tensor):
-        yield node
+        if node.layout is torch.strided:
+            yield node
     elif isinstance(node, tuple | list):
         for child in node:
             yield from _tensors(child)
@@ -233,7 +235,11 @@ def _state(stage: Stage) -> Iterator[Tensor]:
     for parameter in stage.module.parameters():
         yield _local(parameter)
         if parameter.grad is not None:
-            yield _local(parameter.grad)
+            yield from _parts(_local(parameter.grad))
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
 def _local(tensor: Tensor) -> Tensor:
