@@ -7,6 +7,8 @@ from math import inf
 import torch
 from torch import Tensor
 
+from fxpipe.runtime.backward import differentiable
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -32,8 +34,8 @@ def compare(
     Tensors of other shapes, and values that are not finite on one side only, are infinitely far
     apart. A relative difference is that of a tensor's largest absolute difference to its largest
     expected element, but at least to `negligible` times the largest of all tensors of its kind
-    (floating or not) in the group: a bias that batch norm cancels has a gradient of pure rounding
-    noise, whose elements agree in no digit, and that is no difference.
+    (whole numbers or not) in the group: a bias that batch norm cancels has a gradient of pure
+    rounding noise, whose elements agree in no digit, and that is no difference.
     """
     pairs = {
         name: (found.get(name), expected.get(name))
@@ -43,12 +45,12 @@ def compare(
     both = {name: (f, e) for name, (f, e) in pairs.items() if f is not None and e is not None}
     largest = {True: 0.0, False: 0.0}
     for _, e in both.values():
-        floating = e.is_floating_point()
-        largest[floating] = max(largest[floating], _largest(_wide(e)))
+        kind = differentiable(e)
+        largest[kind] = max(largest[kind], _largest(wide(e)))
     absolute, relative, worst = 0.0, 0.0, None
     for name, (f, e) in both.items():
         distance = _distance(f, e)
-        scale = max(_largest(_wide(e)), negligible * largest[e.is_floating_point()])
+        scale = max(_largest(wide(e)), negligible * largest[differentiable(e)])
         share = distance / scale if scale > 0 else (0.0 if distance == 0 else inf)
         if share > relative:
             relative, worst = share, name
@@ -57,14 +59,17 @@ def compare(
     return Difference(group, len(both), absolute, relative, worst, missing)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_dense().to("cpu", torch.float64)
+def wide(tensor: Tensor) -> Tensor:
+    """In float64; complex numbers as pairs."""
+    dense = tensor.detach().to_dense()
+    real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+    return real.to("cpu", torch.float64)
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
     if found.shape != expected.shape:
         return inf
-    f, e = _wide(found), _wide(expected)
+    f, e = wide(found), wide(expected)
     same = (f == e) | (f.isnan() & e.isnan())
     apart = torch.where(same, 0.0, (f - e).abs()).nan_to_num(nan=inf, posinf=inf)
     return float(apart.max()) if apart.numel() else 0.0

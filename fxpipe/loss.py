@@ -27,6 +27,8 @@ def own_loss(output: Any) -> Tensor:
 
 def _weighted_mean(tensor: Tensor) -> Tensor:
     """Over rows a plain mean; within a row weighted, since a sum is constant after a softmax."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dim() == 0:
         return tensor
     row = tensor[:1]

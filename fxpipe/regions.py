@@ -45,8 +45,16 @@ PLAIN = Region()
 
 
 def behind(node: fx.Node, region: Region) -> Region | None:
-    """The region behind `node`, which stands in `region`, if all that it does is to switch."""
+    """The region behind `node`, which stands in `region`, if all that it does is to switch.
+
+    Inference mode is no grad: its tensors could go to no stage that computes gradients.
+    """
     arguments: tuple[Any, ...] = node.args
+    if node.target is torch.autograd.grad_mode._enter_inference_mode:
+        node.meta[REGION] = region
+        return replace(region, grad=not arguments[0])
+    if node.target is torch.autograd.grad_mode._exit_inference_mode:
+        return replace(region, grad=arguments[0].meta[REGION].grad)
     if node.target is torch._C._set_grad_enabled:
         return replace(region, grad=bool(arguments[0]))
     if node.target is torch.amp.autocast_mode._enter_autocast:

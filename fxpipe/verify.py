@@ -20,6 +20,7 @@ from fxpipe.errors import InputError
 from fxpipe.interpret import untouched
 from fxpipe.loss import loss_of
 from fxpipe.runtime import Pipeline, Runner, load
+from fxpipe.runtime.backward import differentiable
 from fxpipe.runtime.fit import sizes_of
 from fxpipe.runtime.leaves import in_mode, places
 from fxpipe.runtime.manifest import Manifest, TensorSpec
@@ -280,7 +281,7 @@ def _case(target: Target, manifest: Manifest, rows: int, dtype: torch.dtype) -> 
 
 
 def _mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    if not tensors[0].is_floating_point():
+    if not differentiable(tensors[0]):
         return tensors[-1]
     return torch.stack([t * share for t, share in zip(tensors, shares, strict=True)]).sum(0)
 

@@ -24,6 +24,7 @@ MAKERS = {
     models.Paths: lambda rows: {"x": torch.randn(rows, 6)},
     models.Auxiliary: lambda rows: {"x": torch.randn(rows, 6)},
     models.Cached: lambda rows: {"x": torch.randn(rows, 2, 6)},
+    models.Waves: lambda rows: {"x": torch.randn(rows, 6)},
 }
 
 

@@ -203,3 +203,19 @@ class Cached(nn.Module):
         for k, layer in enumerate(self.layers):
             x = past.update(k, layer(x).tanh()).sum(1, keepdim=True) + x
         return {"x": x, "past": past}
+
+
+class Waves(nn.Module):
+    """Complex numbers go from layer to layer, and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.turns = nn.Parameter(torch.randn(3))
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        waves = torch.view_as_complex(self.first(x).view(-1, 3, 2))
+        waves = waves * torch.polar(torch.ones_like(self.turns), self.turns)
+        waves = waves.conj() * waves.abs()
+        return self.last(torch.view_as_real(waves.resolve_conj()).flatten(1)), waves

@@ -23,6 +23,7 @@ BASE = (
 HELPERS = (
     "fxpipe.counted",
     "fxpipe.devices",
+    "fxpipe.difference",
     "fxpipe.interpret",
     "fxpipe.jit",
     "fxpipe.local_sizes",

@@ -49,6 +49,8 @@ PRIVATE = {
     "torch._dynamo.maybe_mark_dynamic": "capture/dynamo.py, capture/frame.py",
     "torch.fx.node.map_aggregate": "capture/edit.py",
     "torch._C._set_grad_enabled": "regions.py",
+    "torch.autograd.grad_mode._enter_inference_mode": "regions.py",
+    "torch.autograd.grad_mode._exit_inference_mode": "regions.py",
     "torch.amp.autocast_mode._enter_autocast": "regions.py",
     "torch.amp.autocast_mode._exit_autocast": "regions.py",
     "torch._C._nn.scaled_dot_product_attention": "capture/modes.py",

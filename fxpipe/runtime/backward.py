@@ -1,4 +1,4 @@
-"""`torch.autograd.backward` for gradients that are known to fit.
+"""What can have a gradient, and `torch.autograd.backward` for gradients that are known to fit.
 
 Its checks of shapes and dtypes take half of a small action's time, and what stages send each other
 fits by construction.
@@ -8,6 +8,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
+
+
+def differentiable(tensor: Tensor) -> bool:
+    """Whether numbers of its dtype have gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:

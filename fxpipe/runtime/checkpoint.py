@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from fxpipe.errors import StageError
 from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.backward import differentiable
 from fxpipe.runtime.dependency import fork, join
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.recomputing import checkpointing, recomputing, versions
@@ -171,7 +172,7 @@ class Checkpoint(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.shared = shared
         outputs, shared.random = shared.replay.first(tensors[: shared.n_inputs])
-        ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
+        ctx.mark_non_differentiable(*(o for o in outputs if not differentiable(o)))
         return tuple(outputs)
 
     @staticmethod

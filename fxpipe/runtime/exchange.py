@@ -167,7 +167,9 @@ class Exchange:
 
     def _begin(self, message: Message, tensor: Tensor, tag: int) -> None:
         if tensor.numel():
-            self._transport.send(tensor.detach().contiguous(), message.target, tag)
+            # Memory is sent as it lies: what is to be read as conjugate or negative is made so.
+            plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            self._transport.send(plain, message.target, tag)
             self._targets[message.target] = None
 
     def _tell(self, message: Message, tensor: Tensor | None, gradient: bool) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError
+from fxpipe.runtime.backward import differentiable
 from fxpipe.runtime.fit import misfits
 from fxpipe.runtime.leaves import in_mode, leaves, places
 from fxpipe.runtime.manifest import Manifest, OutputSpec, TensorSpec
@@ -182,7 +183,7 @@ def merged_dim(spec: TensorSpec) -> int | None:
 def gather(output: OutputSpec, pieces: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     """The batch's output from the micro-batches'.
 
-    Concatenated along the dimension that grows with the batch; without one, a float is taken for
+    Concatenated along the dimension that grows with the batch; without one, a number is taken for
     a mean over the micro-batch's rows, and of anything else the last one counts.
     """
     dim = merged_dim(output.spec)
@@ -190,7 +191,7 @@ def gather(output: OutputSpec, pieces: Sequence[Tensor], rows: Sequence[int]) ->
         return pieces[0]
     if dim is not None:
         return torch.cat(list(pieces), dim)
-    if not pieces[0].is_floating_point():
+    if not differentiable(pieces[0]):
         return pieces[-1]
     total = pieces[0] * (rows[0] / sum(rows))
     for piece, n in zip(pieces[1:], rows[1:], strict=True):

@@ -76,6 +76,27 @@ def test_regions_are_with_blocks():
     ]
 
 
+def test_inference_mode_is_no_grad_and_its_end_is_as_before():
+    class Inference(nn.Module):
+        def forward(self, x):
+            with torch.inference_mode():
+                y = x * 2
+                with torch.inference_mode(False):
+                    z = x * 3
+                y = y + 1
+            return x * y + z
+
+    assert body(Inference(), torch.randn(4, 6)) == [
+        "with torch.no_grad():",
+        "    y = x * 2",
+        "z = x * 3",
+        "with torch.no_grad():",
+        "    y = y + 1",
+        "return x * y + z",
+    ]
+    assert torch.is_grad_enabled()
+
+
 def test_each_stage_opens_a_divided_region_again():
     class Cast(nn.Module):
         def __init__(self):

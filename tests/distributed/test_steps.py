@@ -27,7 +27,7 @@ def test_a_stage_on_each_rank(two, tmp_path, name, schedule, checkpoint):
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
-@pytest.mark.parametrize("name", ["tied", "noisy", "whole", "skips"])
+@pytest.mark.parametrize("name", ["tied", "noisy", "whole", "waves", "skips"])
 @pytest.mark.parametrize("devices", [(0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 1, 0)])
 def test_several_stages_on_a_rank(two, tmp_path, name, devices, checkpoint):
     toy = toys.TOYS[name]

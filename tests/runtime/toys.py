@@ -741,6 +741,59 @@ WHOLE = Toy(
 )
 
 
+class Waves(nn.Module):
+    """Complex values between stages, and views that read memory as conjugate or negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 8)
+        self.b = nn.Linear(8, 4)
+
+    def forward(self, x):
+        waves = torch.view_as_complex(self.a(x).view(-1, 4, 2)).conj()
+        return self.b(torch.view_as_real(waves.resolve_conj()).flatten(1)) * waves.imag
+
+
+WAVES = Toy(
+    Waves,
+    (
+        Part(
+            """
+            def __init__(self):
+                super().__init__()
+                self.a = nn.Linear(6, 8)
+
+            def forward(self, x):
+                waves = torch.view_as_complex(self.a(x).view(-1, 4, 2)).conj()
+                return waves, waves.imag
+            """,
+            (None,),
+            ("waves", "imag"),
+        ),
+        Part(
+            """
+            def __init__(self):
+                super().__init__()
+                self.b = nn.Linear(8, 4)
+
+            def forward(self, waves):
+                return self.b(torch.view_as_real(waves.resolve_conj()).flatten(1))
+            """,
+            (0,),
+            ("heights",),
+        ),
+        Part(
+            """
+            def forward(self, heights, imag):
+                return heights * imag
+            """,
+            (1, 0),
+            ("y",),
+        ),
+    ),
+)
+
+
 class Scaled(nn.Module):
     """Parameters without dimensions, without a gradient, and frozen; statistics of the batch."""
 
@@ -799,6 +852,7 @@ TOYS = {
     "normed": NORMED,
     "early": EARLY,
     "whole": WHOLE,
+    "waves": WAVES,
 }
 
 
