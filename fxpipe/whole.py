@@ -81,14 +81,16 @@ class _Twin:
 
     def __init__(self, capture: Capture, given: Sequence[Tensor]) -> None:
         self._given = given
+        read = {str(node.target) for node in capture.graph.find_nodes(op="get_attr")}
+        tensors = {name: tensor for name, tensor in capture.state.items() if name in read}
         held = [
-            *capture.state.values(),
+            *tensors.values(),
             *(p for m in capture.modules.values() for p in m.parameters()),
         ]
         known = {id(p): _leaf(p) for p in held if isinstance(p, nn.Parameter)}
         self._parameters = list(known.values())
         # Copies of what is known are those: so modules and state share each parameter.
-        modules, state = copy.deepcopy((dict(capture.modules), dict(capture.state)), known)
+        modules, state = copy.deepcopy((dict(capture.modules), tensors), known)
         self._run = straight(capture, modules, state)
         # The outputs that have a gradient, and what could be a stage's input.
         self._in_flight: deque[tuple[list[Tensor], Tensor | None]] = deque()

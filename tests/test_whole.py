@@ -22,6 +22,14 @@ def test_a_whole_forward_and_backward_take_time_and_leave_no_trace(devices):
     assert model.bn.num_batches_tracked == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_what_a_hook_makes_of_parameters_is_no_part_of_it():
+    model, x = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()), torch.randn(4, 6)
+    torch.nn.utils.weight_norm(model[0])  # leaves a tensor with a graph on the module
+    captured = capture(model, (x,), {})
+    assert all(ms > 0 for ms in whole_ms(captured, [x], parse_devices("cpu*2")))
+
+
 def test_every_lane_is_busy():
     seen = set()
 
