@@ -43,38 +43,41 @@ def compare(
         if found.get(name) is not None or expected.get(name) is not None
     }
     both = {name: (f, e) for name, (f, e) in pairs.items() if f is not None and e is not None}
-    largest = {True: 0.0, False: 0.0}
+    extents = {True: 0.0, False: 0.0}
     for _, e in both.values():
         kind = differentiable(e)
-        largest[kind] = max(largest[kind], _largest(wide(e)))
+        extents[kind] = max(extents[kind], largest(e))
     absolute, relative, worst = 0.0, 0.0, None
     for name, (f, e) in both.items():
-        distance = _distance(f, e)
-        scale = max(_largest(wide(e)), negligible * largest[differentiable(e)])
-        share = distance / scale if scale > 0 else (0.0 if distance == 0 else inf)
+        away = distance(f, e)
+        scale = max(largest(e), negligible * extents[differentiable(e)])
+        share = away / scale if scale > 0 else (0.0 if away == 0 else inf)
         if share > relative:
             relative, worst = share, name
-        absolute = max(absolute, distance)
+        absolute = max(absolute, away)
     missing = tuple(name for name in pairs if name not in both)
     return Difference(group, len(both), absolute, relative, worst, missing)
 
 
-def wide(tensor: Tensor) -> Tensor:
+def _wide(tensor: Tensor) -> Tensor:
     """In float64; complex numbers as pairs."""
     dense = tensor.detach().to_dense()
     real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     return real.to("cpu", torch.float64)
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
+def distance(found: Tensor, expected: Tensor) -> float:
+    """The largest of their elements' absolute differences; infinite where one alone is finite."""
     if found.shape != expected.shape:
         return inf
-    f, e = wide(found), wide(expected)
+    f, e = _wide(found), _wide(expected)
     same = (f == e) | (f.isnan() & e.isnan())
     apart = torch.where(same, 0.0, (f - e).abs()).nan_to_num(nan=inf, posinf=inf)
     return float(apart.max()) if apart.numel() else 0.0
 
 
-def _largest(tensor: Tensor) -> float:
-    finite = tensor[tensor.isfinite()].abs()
+def largest(tensor: Tensor) -> float:
+    """The largest absolute value, of those that are finite."""
+    wide = _wide(tensor)
+    finite = wide[wide.isfinite()].abs()
     return float(finite.max()) if finite.numel() else 0.0

@@ -56,6 +56,31 @@ def test_attention_dropout_is_zero_in_eval():
     assert captured.checked == "train and eval"
 
 
+class Writer(nn.Module):
+    """Torch's own transformer, with masks that it would look at to see whether they are causal."""
+
+    def __init__(self):
+        super().__init__()
+        reader = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        writer = nn.TransformerDecoderLayer(8, 2, 16, batch_first=True)
+        self.words = nn.Embedding(11, 8)
+        self.reader = nn.TransformerEncoder(reader, 2, enable_nested_tensor=False)
+        self.writer = nn.TransformerDecoder(writer, 2)
+        mask = nn.Transformer.generate_square_subsequent_mask(5)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, x):
+        words = self.words(x)
+        read = self.reader(words, self.mask, x == 0)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.size(1), dtype=words.dtype)
+        return self.writer(words, read, tgt_mask=mask)
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+def test_torchs_own_transformer_is_captured_with_its_masks(tmp_path):
+    verified(Writer, lambda rows: {"x": torch.randint(1, 11, (rows, 5))}, tmp_path)
+
+
 def test_the_models_own_dtype_stays_open_and_a_written_one_does_not():
     class Casts(nn.Module):
         def __init__(self):

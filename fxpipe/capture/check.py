@@ -17,7 +17,7 @@ from fxpipe.capture.inputs import copies
 from fxpipe.capture.names import all_tensors, derived
 from fxpipe.capture.observe import Observer, merge_ops
 from fxpipe.capture.refuse import refuse_writes
-from fxpipe.difference import wide
+from fxpipe.difference import distance, largest
 from fxpipe.errors import CaptureError, FxpipeError, InputError
 from fxpipe.interpret import DTYPE, TRAINING, Hook, model_dtype, run_graph, untouched
 from fxpipe.ir import Op
@@ -217,26 +217,22 @@ def compare(expected: Result, found: Result) -> str | None:
         theirs: dict[str, Tensor] = getattr(expected, group)
         if ours.keys() != theirs.keys():
             return f"{group} of {sorted(ours.keys() ^ theirs.keys())} on one side only"
-        scale = max((_largest(wide(tensor)) for tensor in theirs.values()), default=0.0)
+        scale = max((largest(tensor) for tensor in theirs.values()), default=0.0)
         for name, tensor in theirs.items():
             if ours[name].shape != tensor.shape or ours[name].dtype != tensor.dtype:
                 return f"{group[:-1]} {name} is {_shape(ours[name])}, not {_shape(tensor)}"
-            distance = _largest(wide(ours[name]) - wide(tensor))
+            away = distance(ours[name], tensor)
             # The same ops in the same order: what differs more than the last bits is another op.
             # Gradients are added up in an order that threads may change.
             tolerance = _eps(tensor) ** 0.5 if group == "gradients" else 64 * _eps(tensor)
-            allowed = tolerance * max(_largest(wide(tensor)), 1e-3 * scale)
-            if not distance <= allowed:
-                return f"{group[:-1]} {name} differs by {distance:.3g} (allowed {allowed:.3g})"
+            allowed = tolerance * max(largest(tensor), 1e-3 * scale)
+            if not away <= allowed:
+                return f"{group[:-1]} {name} differs by {away:.3g} (allowed {allowed:.3g})"
     return None
 
 
 def _eps(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps if differentiable(tensor) else 0.0
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def _shape(tensor: Tensor) -> str:

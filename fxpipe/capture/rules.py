@@ -14,7 +14,8 @@ def more_rules() -> Iterator[None]:
     """Calls that change nothing here are traced, though Dynamo refuses them.
 
     And a tensor is unpacked by one op, as torch does it: Dynamo's own indices, one for each item,
-    take more ops in backward, each of which makes a whole gradient.
+    take more ops in backward, each of which makes a whole gradient. Whether a mask is causal is not
+    read from its values, as `nn.Transformer` does to choose a faster kernel: the mask says enough.
     """
     from torch._dynamo.variables.builtin import SetAttrBuiltinVariable
     from torch._dynamo.variables.constant import ConstantVariable
@@ -49,7 +50,11 @@ def more_rules() -> Iterator[None]:
             return unpack(self, tx, idxes)  # which says so
         return items
 
+    def told_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
     with (
+        patch("torch.nn.modules.transformer._detect_is_causal_mask", told_causal),
         patch.object(TensorVariable, "unpack_var_sequence", unpacking),
         patch.object(SetAttrBuiltinVariable, "_call_setattr", setting),
         patch.object(TorchInGraphFunctionVariable, "call_function", calling),
