@@ -1,5 +1,7 @@
 """Capture: the graph has the model's own names, computes what the model does, or says why not."""
 
+import random
+
 import models
 import pytest
 import torch
@@ -378,6 +380,11 @@ class Foreign(models.Chain):
         return torch.ops.tests.twice(self.layers(x))
 
 
+class PythonDraws(nn.Module):
+    def forward(self, x):
+        return x * random.uniform(0.5, 1.0)
+
+
 class NewBuffer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -401,6 +408,7 @@ class NewBuffer(nn.Module):
             ],
         ),
         (Frozen(), ["one batch size only", "view(4, 6)", "x.size(0)"]),
+        (PythonDraws(), ["Python's random module", "torch.rand(())"]),
         (Foreign(), ["'tests::twice'", "torch alone", "torch.ops.tests.twice(self.layers(x))"]),
     ],
     ids=lambda value: type(value).__name__,

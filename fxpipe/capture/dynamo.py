@@ -139,6 +139,10 @@ def dynamo_graph(
         raise CaptureError(_frozen_batch(str(error), len(rows[0]))) from error
     except (TorchDynamoException, GuardOnDataDependentSymNode, RuntimeError) as error:
         raise CaptureError(_unsupported(error)) from error
+    except AssertionError as error:
+        if "RandomValueSource" not in str(error):
+            raise
+        raise CaptureError(_PYTHON_DRAWS) from error
     return module.graph
 
 
@@ -265,6 +269,12 @@ def _place(frame: traceback.FrameSummary | None) -> str:
     if frame is None:
         return "in the model's forward"
     return f"at {frame.filename}, line {frame.lineno}: {(frame.line or '').strip()}"
+
+
+_PYTHON_DRAWS = (
+    "forward draws numbers from Python's random module, of which no stage can be made: draw them "
+    "with torch, as torch.rand(()), which a pipeline seeds for each micro-batch"
+)
 
 
 def _frozen_batch(message: str, batch: int) -> str:
