@@ -62,6 +62,8 @@ PRIVATE = {
     "torch.Tensor._post_accumulate_grad_hooks": (
         "capture/check.py, capture/refuse.py, runtime/weight_gradients.py"
     ),
+    "torch._utils._flatten_dense_tensors": "runtime/written.py",
+    "torch._utils._unflatten_dense_tensors": "runtime/written.py",
     "torch.Tensor._indices": "runtime/memory.py",
     "torch.Tensor._values": "runtime/memory.py",
     "torch._foreach_zero_": "runtime/graph.py",

@@ -19,6 +19,7 @@ from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.recomputing import checkpointing, recomputing, versions
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.swapping import swapped
+from fxpipe.runtime.written import Written
 
 
 def recomputes(stage: Stage, microbatch: int, n_microbatches: int) -> bool:
@@ -49,8 +50,7 @@ class Replay:
         self._action = action
         self._random = random
         self._ambient = Ambient.capture()
-        buffers = dict(stage.module.named_buffers(remove_duplicate=False))
-        self._buffers = {name: buffers[name].clone() for name in stage.spec.mutated_buffers}
+        self._written = Written(stage.module, stage.spec.mutated_buffers)
 
     def first(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], RandomStream | None]:
         """The outputs, without a graph. Raises StageError."""
@@ -73,11 +73,10 @@ class Replay:
     ) -> tuple[Tensor, ...]:
         """The outputs with their graph; `bound` stand in for tied parameters."""
         stage = self._stage
-        # The live buffers hold later micro-batches' values and must not count this one twice.
-        buffers = {name: value.clone() for name, value in self._buffers.items()}
         with (
             recomputing(self._ambient),
-            swapped(stage.module, "_buffers", buffers),
+            # The live buffers hold later micro-batches' values and must not count this one twice.
+            self._written.again(),
             swapped(stage.module, "_parameters", bound or {}),
         ):
             outputs, _ = stage.at(

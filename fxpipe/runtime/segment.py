@@ -22,6 +22,7 @@ from fxpipe.runtime.drawing import Draws, drawing
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.recomputing import recomputing, versions
 from fxpipe.runtime.swapping import swapped
+from fxpipe.runtime.written import Written
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
@@ -65,7 +66,7 @@ class Forward:
         self._written = written
         self._draws = draws
         self._again = again
-        self._buffers: dict[str, Tensor] | None = None
+        self._before: Written | None = None
         self._bound: dict[str, Tensor] = {}
 
     def running(self, recomputes: bool) -> "_Running":
@@ -74,9 +75,8 @@ class Forward:
 
     def remember(self) -> RandomStream | None:
         """Take down what the parts begin with; returns where the random numbers stand."""
-        if self._buffers is None:
-            buffers = dict(self._module.named_buffers(remove_duplicate=False))
-            self._buffers = {name: buffers[name].clone() for name in self._written}
+        if self._before is None:
+            self._before = Written(self._module, self._written)
             parameters = self._module.named_parameters(remove_duplicate=False)
             self._bound = {name: p for name, p in parameters if not isinstance(p, nn.Parameter)}
         return None if self._draws is None else self._draws.end
@@ -84,15 +84,15 @@ class Forward:
     @contextmanager
     def rerunning(self, random: RandomStream | None, ambient: Ambient) -> Iterator[None]:
         """The block is a part of it, run again."""
-        # The live buffers hold later micro-batches' values and must not count this one twice.
-        buffers = {name: value.clone() for name, value in (self._buffers or {}).items()}
+        assert self._before is not None
         drawn: AbstractContextManager[Draws | None] = nullcontext()
         if random is not None:
             drawn = drawing(random, self._device, self._module, whole=False)
         with (
             self._again(),
             recomputing(ambient),
-            swapped(self._module, "_buffers", buffers),
+            # The live buffers hold later micro-batches' values and must not count this one twice.
+            self._before.again(),
             swapped(self._module, "_parameters", self._bound),
             drawn,
             self.running(recomputes=False),
