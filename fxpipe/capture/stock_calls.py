@@ -71,10 +71,13 @@ def _ends(group: Sequence[fx.Node], path: str) -> tuple[fx.Node, fx.Node] | None
     if len(given) != 1 or len(results) != 1:
         return None
     result = results.pop()
-    whole = result.all_input_nodes[0].meta["val"]
-    if result.target is operator.getitem and not isinstance(whole, Tensor):
-        return None
-    return given.pop(), result
+    return None if _is_of_tuple(result) else (given.pop(), result)
+
+
+def _is_of_tuple(node: fx.Node) -> bool:
+    if node.target is not operator.getitem:
+        return False
+    return not isinstance(node.all_input_nodes[0].meta.get("val"), Tensor)
 
 
 def _belongs(attribute: fx.Node, path: str) -> bool:
