@@ -7,7 +7,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from fxpipe.runtime.backward import differentiable
+from fxpipe.runtime.backward import as_reals, differentiable
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,7 @@ def compare(
 
 def _wide(tensor: Tensor) -> Tensor:
     """In float64; complex numbers as pairs."""
-    dense = tensor.detach().to_dense()
-    real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-    return real.to("cpu", torch.float64)
+    return as_reals(tensor.detach().to_dense()).to("cpu", torch.float64)
 
 
 def distance(found: Tensor, expected: Tensor) -> float:

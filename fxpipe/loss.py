@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError
+from fxpipe.runtime.backward import as_reals
 from fxpipe.runtime.structure import describe
 from fxpipe.target import Target
 
@@ -27,8 +28,7 @@ def own_loss(output: Any) -> Tensor:
 
 def _weighted_mean(tensor: Tensor) -> Tensor:
     """Over rows a plain mean; within a row weighted, since a sum is constant after a softmax."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
+    tensor = as_reals(tensor)
     if tensor.dim() == 0:
         return tensor
     row = tensor[:1]

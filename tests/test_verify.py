@@ -66,3 +66,9 @@ def test_other_shapes_and_lone_infinities_are_infinitely_far(found, expected):
 def test_integers_and_bools_are_compared_too():
     assert difference([True, False], [True, True]).relative == 1
     assert difference([3], [3]).relative == 0
+
+
+def test_an_imaginary_part_is_compared_too():
+    found, expected = torch.tensor([3 + 4j]), torch.tensor([3 - 4j])
+    assert compare("outputs", {"y": found.conj()}, {"y": expected}, 1.0).absolute == 0
+    assert compare("outputs", {"y": found}, {"y": expected}, 1.0).absolute == 8

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fxpipe.interpret import DTYPE, MODE, by_mode
 from fxpipe.ir import Op
 from fxpipe.regions import REGION
+from fxpipe.runtime.backward import differentiable
 from fxpipe.specs import tensor_spec
 
 _CASTS = {
@@ -108,7 +109,7 @@ def _may_read_another(user: fx.Node) -> bool:
 def _counts(node: fx.Node) -> bool:
     """Whether a value is of whole numbers, such as indices and masks, made by a rule."""
     value = node.meta.get("val")
-    whole = isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+    whole = isinstance(value, Tensor) and not differentiable(value)
     return whole and "empty" not in word_of(node) and "call" in node.meta
 
 

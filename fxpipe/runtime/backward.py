@@ -6,6 +6,7 @@ fits by construction.
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
@@ -13,6 +14,11 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 def differentiable(tensor: Tensor) -> bool:
     """Whether numbers of its dtype have gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def as_reals(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, in a dimension behind; others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError
+from fxpipe.runtime.backward import as_reals
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.copy import Links
 from fxpipe.runtime.mailbox import Mailbox, Mirror
@@ -99,7 +100,7 @@ def _some(tensor: Tensor | None) -> Tensor | None:
         return None
     flat = tensor.detach().reshape(-1)
     some = flat[:: max(1, -(-len(flat) // _SAMPLED))]
-    return (torch.view_as_real(some) if some.is_complex() else some).to(torch.float64)
+    return as_reals(some).to(torch.float64)
 
 
 def _differ(own: Tensor | None, other: Tensor | None) -> bool:
