@@ -36,7 +36,7 @@ from fxpipe.settings import (
     microbatch_counts,
     table_of,
 )
-from fxpipe.topology import network_of
+from fxpipe.topology import between_processors, network_of
 
 
 def compile(
@@ -115,6 +115,9 @@ def compile(
         with line("profile"):
             inputs = flat_inputs(model, args, kwargs or {})
             priced = _priced(captured, model, inputs, profile, count, lanes)
+            links = network or priced.network
+            if network is not None and priced.on_processors:
+                links = between_processors(network)
         with line("linearize"):
             chain = linearize(captured, priced)
         with line("partition"):
@@ -126,7 +129,7 @@ def compile(
                     checkpoint,
                     n_devices=len(lanes),
                     n_microbatches=count,
-                    network=network or priced.network,
+                    network=links,
                     capacity_bytes=room or (priced.capacity_bytes,) * len(lanes),
                     training_factor=training_factor,
                     loops=loops,
@@ -152,7 +155,7 @@ def compile(
                 n_devices=len(lanes),
                 n_microbatches=plan.schedule.n_microbatches,
                 checkpoint=CheckpointMode("never" if checkpoint == AUTO else checkpoint),
-                network=network or priced.network,
+                network=links,
                 capacity_bytes=capacity_bytes,
                 training_factor=training_factor,
             ),

@@ -138,14 +138,24 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Time of one message between two devices: latency_ms + bytes / bytes_per_ms."""
+    """Time of one message between two devices: latency_ms + bytes / bytes_per_ms.
+
+    Processors send by themselves: a value takes `value_ms`, and each byte of it `byte_ms`, from the
+    work of the one that sends it, and as much from that of the one that receives it.
+    """
 
     latency_ms: float
     bytes_per_ms: float
+    value_ms: float = 0.0
+    byte_ms: float = 0.0
 
     def transfer_ms(self, n_bytes: int) -> float:
         """Milliseconds that a message of `n_bytes` holds the link."""
         return self.latency_ms + n_bytes / self.bytes_per_ms
+
+    def busy_ms(self, n_values: int, n_bytes: int) -> float:
+        """Milliseconds that so many values, of `n_bytes` in all, take from the work of each end."""
+        return n_values * self.value_ms + n_bytes * self.byte_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +186,11 @@ class Profile:
     fingerprint: str
     origin: str = "measured"
     action_ms: float = 0.0
+
+    @property
+    def on_processors(self) -> bool:
+        """Whether the devices are processors."""
+        return "cpu" in (self.device, self.origin.removeprefix("analytic:"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ class Question:
     """What is planned, for which devices. `recompute`: blocks may be computed again.
 
     A device holds `loops` stages; where that is None, the search tries each of `tried_loops`.
+    Devices that are `processors` send by themselves, if not within one process.
     """
 
     chain: Chain
@@ -38,6 +39,7 @@ class Question:
     recompute: bool = False
     loops: int | None = None
     tried_loops: tuple[int, ...] = LOOPS
+    processors: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ def model_question(
         network=priced.network,
         capacity_bytes=(priced.capacity_bytes,) * len(lanes),
         training_factor=held.training_factor(model.parameters()),
+        processors=priced.on_processors,
     )
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxpipe.errors import DeviceError
 from fxpipe.ir import Link, Network
@@ -12,6 +12,9 @@ GB_PER_S = 1e6  # in bytes per millisecond
 # What any message takes: 8.4 us to launch, and to cross NVLink, PCIe or a network, by NCCL's own
 # tables for its ring with the Simple protocol, in which large messages go (src/graph/tuning.cc).
 _NVLINK_MS, _PCIE_MS, _NETWORK_MS = 0.0118, 0.0141, 0.0180
+# What a value that processes send by gloo takes from the work of either, and a byte of it:
+# benchmarks/messages.py, between two of one host.
+_VALUE_MS, _BYTE_MS = 0.2, 1 / (4 * GB_PER_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,16 @@ def network_of(text: str, n_devices: int) -> Network:
         _link(match[4]),
         {(a, b): inside for a in devices for b in devices if a != b and node[a] == node[b]},
     )
+
+
+def between_processors(network: Network) -> Network:
+    """The same links between processors, which have to do the sending themselves."""
+
+    def busy(link: Link) -> Link:
+        return replace(link, value_ms=_VALUE_MS, byte_ms=_BYTE_MS)
+
+    pairs = {pair: busy(link) for pair, link in network.pairs.items()}
+    return Network(busy(network.link), pairs)
 
 
 def _link(name: str) -> Link:

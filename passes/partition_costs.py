@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import ceil
 
-from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, StageEstimate
+from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, StageEstimate, Value
 from fxpipe.passes import checkpoints
 from fxpipe.passes.simulate import Message, StageCost, simulate
 from fxpipe.schedule import Kind, Schedule
@@ -73,15 +73,16 @@ def edges_of(chain: Chain) -> tuple[int, ...]:
     return (0, *inner, len(chain.blocks))
 
 
-def crossing_bytes(chain: Chain) -> list[int]:
-    """By place: the bytes that cross it, before block k at k."""
-    crossing = [0] * (len(chain.blocks) + 1)
+def crossing(chain: Chain) -> tuple[list[int], list[int]]:
+    """By place, before block k at k: how many values cross it, and their bytes."""
+    n_values, n_bytes = ([0] * (len(chain.blocks) + 1) for _ in range(2))
     for value in chain.values:
         inside = [k for k in value.consumers if k < len(chain.blocks)]
         if value.producer >= 0 and inside:
             for k in range(value.producer + 1, max(inside) + 1):
-                crossing[k] += value.bytes
-    return crossing
+                n_values[k] += 1
+                n_bytes[k] += value.bytes
+    return n_values, n_bytes
 
 
 def parameter_bytes(chain: Chain, begin: int, end: int) -> int:
@@ -113,7 +114,7 @@ def stage_costs(
         for begin, end in pairwise(bounds)
     ]
     input_bytes, passing_bytes = [0] * n_stages, [0] * n_stages
-    sent: dict[tuple[int, int], tuple[int, int | None]] = {}
+    sent: dict[tuple[int, int], list[Value]] = {}
     for value in chain.values:
         source = stage_of[value.producer] if value.producer >= 0 else -1
         # A consumer past the last block is the caller, who takes the model's output and gives its
@@ -129,10 +130,7 @@ def stage_costs(
                 continue
             if value.name not in saved[target]:
                 passing_bytes[target] += value.bytes
-            n_bytes, gradient_bytes = sent.get((source, target), (0, None))
-            if value.gradient:
-                gradient_bytes = (gradient_bytes or 0) + value.bytes
-            sent[source, target] = (n_bytes + value.bytes, gradient_bytes)
+            sent.setdefault((source, target), []).append(value)
     stages = tuple(
         _stage_cost(
             chain,
@@ -149,10 +147,24 @@ def stage_costs(
     )
     messages = tuple(
         # A bare chain's blocks need nothing, and its stages hold what they save.
-        Message(*pair, *sizes, handed_bytes=sizes[0] if stages[pair[0]].workspace_bytes else 0)
-        for pair, sizes in sorted(sent.items())
+        _message(*pair, values, hands=stages[pair[0]].workspace_bytes > 0)
+        for pair, values in sorted(sent.items())
     )
     return stages, messages
+
+
+def _message(source: int, target: int, values: Sequence[Value], hands: bool) -> Message:
+    back = [value.bytes for value in values if value.gradient]
+    n_bytes = sum(value.bytes for value in values)
+    return Message(
+        source,
+        target,
+        n_bytes,
+        sum(back) if back else None,
+        handed_bytes=n_bytes if hands else 0,
+        values=len(values),
+        gradients=len(back),
+    )
 
 
 def _stage_cost(

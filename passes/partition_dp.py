@@ -32,7 +32,7 @@ _MOVES = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """The chain by edge: the wait up to it, by stage, and the round trip over a cut there."""
+    """The chain by edge: the wait up to it, by stage, and what a cut there costs."""
 
     wait_ms: tuple[tuple[float, ...], ...]
     crossing_ms: tuple[float, ...]
@@ -43,7 +43,7 @@ class _Line:
         return max(wait[end] - wait[start] for wait, (start, end) in spans)
 
     def trip(self, path: tuple[int, ...]) -> float:
-        """One round trip over all cuts."""
+        """What all cuts cost."""
         return sum(self.crossing_ms[e] for e in path[1:-1])
 
 
@@ -118,9 +118,13 @@ def _waits(problem: Problem, forwards: list[int]) -> tuple[tuple[float, ...], ..
 
 
 def _crossings(problem: Problem) -> tuple[list[int], tuple[float, ...]]:
-    """By edge: the bytes that cross a cut there, and their round trip in ms."""
-    chain, edges = problem.chain, problem.edges
+    """By edge: the bytes that cross a cut there, and what it costs in ms.
+
+    That is their round trip, and a device's share of what sending takes from the work of all.
+    """
+    chain, edges, link = problem.chain, problem.edges, problem.network.link
     forward, backward = [0] * len(edges), [0] * len(edges)
+    busy_ms = [0.0] * len(edges)
     for value in chain.values:
         readers = [k for k in value.consumers if k < len(chain.blocks)]
         if value.producer < 0 or not readers:
@@ -129,11 +133,13 @@ def _crossings(problem: Problem) -> tuple[list[int], tuple[float, ...]]:
         for e in range(first, bisect_left(edges, max(readers) + 1)):
             forward[e] += value.bytes
             backward[e] += value.bytes if value.gradient else 0
-    trips = tuple(
-        sum(problem.network.link.transfer_ms(size) for size in sizes if size)
-        for sizes in zip(forward, backward, strict=True)
+            busy_ms[e] += link.busy_ms(1, value.bytes) * (2 if value.gradient else 1)
+    ends = 2 * problem.schedule.n_microbatches / problem.n_devices
+    costs = tuple(
+        sum(link.transfer_ms(size) for size in sizes if size) + ends * busy
+        for *sizes, busy in zip(forward, backward, busy_ms, strict=True)
     )
-    return forward, trips
+    return forward, costs
 
 
 def _sweep(line: _Line, first_start: list[list[int]]) -> list[tuple[int, ...]]:

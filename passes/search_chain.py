@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxpipe.ir import Chain, Network
-from fxpipe.passes.partition_costs import crossing_bytes
+from fxpipe.passes.partition_costs import crossing
 
 _Ints = NDArray[np.int64]
 _Floats = NDArray[np.float64]
@@ -68,7 +68,7 @@ def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
         workspaces=np.array([block.workspace_bytes for block in blocks], np.int64),
         arriving_before=_bytes_before(block.arriving_bytes for block in blocks),
         written_before=_bytes_before(block.written_bytes for block in blocks),
-        crossing=np.array(crossing_bytes(chain), np.int64),
+        crossing=np.array(crossing(chain)[1], np.int64),
         saved_ends=_ends(saved),
         saved_befores=_befores(saved),
         saved_sizes=_sizes(saved),
@@ -86,13 +86,13 @@ def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
     )
 
 
-def links_of(network: Network, n_devices: int) -> tuple[_Floats, _Floats]:
-    """Latencies and bytes per ms by pair of devices."""
+def links_of(network: Network, n_devices: int) -> tuple[_Floats, ...]:
+    """By pair of devices: latencies, bytes per ms, and what sending takes of a device's time."""
     devices = range(n_devices)
     links = [[network.between(d, e) for e in devices] for d in devices]
-    return (
-        np.array([[link.latency_ms for link in row] for row in links]),
-        np.array([[link.bytes_per_ms for link in row] for row in links]),
+    return tuple(
+        np.array([[getattr(link, fact) for link in row] for row in links])
+        for fact in ("latency_ms", "bytes_per_ms", "value_ms", "byte_ms")
     )
 
 

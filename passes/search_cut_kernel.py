@@ -92,7 +92,7 @@ def cut(  # type: ignore[no-untyped-def]
     saved_ends, saved_befores, saved_sizes, saved_values,
     static_ends, static_befores, static_sizes,
     producers, value_sizes, gradients, read_ends, readers,
-    latency, per_ms,
+    latency, per_ms, value_ms, byte_ms,
 ):  # fmt: skip
     """The numbers of stages with these bounds, stage j on device `device_of[j]`.
 
@@ -105,6 +105,7 @@ def cut(  # type: ignore[no-untyped-def]
     at_rest = np.zeros(n_devices, np.int64)
     sends_back, received = np.zeros(n, np.bool_), np.zeros(n, np.int64)
     there, back = np.full((n, n), -1, np.int64), np.full((n, n), -1, np.int64)
+    values_there, values_back = np.zeros((n, n), np.int64), np.zeros((n, n), np.int64)
     inputs = np.zeros(n, np.int64)
     again = np.zeros(bounds[n], np.bool_)
     for value in range(len(producers)):
@@ -125,8 +126,10 @@ def cut(  # type: ignore[no-untyped-def]
                 continue
             received[target] += value_sizes[value]
             there[source, target] = max(there[source, target], 0) + value_sizes[value]
+            values_there[source, target] += 1
             if gradients[value]:
                 back[source, target] = max(back[source, target], 0) + value_sizes[value]
+                values_back[source, target] += 1
     for j in range(n):
         begin, end = bounds[j], bounds[j + 1]
         forward = action_ms + forward_before[end] - forward_before[begin]
@@ -179,6 +182,14 @@ def cut(  # type: ignore[no-untyped-def]
                 receivers[n_slots], sizes[n_slots] = other, size
                 transfers[n_slots] = latency[d, e] + size / per_ms[d, e]
                 n_slots += 1
+                n_values = values_there[j, other] if box % 2 == 0 else values_back[other, j]
+                busy = n_values * value_ms[d, e] + size * byte_ms[d, e]
+                for end in (j, other):
+                    if box % 2 == 0:
+                        lasts[FORWARD, end] += busy
+                    else:
+                        lasts[BACKWARD, end] += busy
+                        lasts[INPUT, end] += busy
         outbox_ends[box] = n_slots
     recompute = np.zeros((n, n_microbatches), np.bool_)
     numbers = (

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from fxpipe.ir import Chain, Network
 from fxpipe.passes import search_kernel as kernel
+from fxpipe.passes.partition_costs import crossing
 from fxpipe.passes.partition_path import Path
 from fxpipe.passes.search_alike_kernel import alike_path
 from fxpipe.passes.search_chain import chain_arrays, links_of
@@ -85,7 +86,9 @@ class Judge:
         self.prices = self._prices()
         chain = self.chain
         costs = chain.forward_before, chain.backward_before, chain.weight_before
-        message_ms = chain.crossing / problem.network.link.bytes_per_ms
+        link, n_values = problem.network.link, np.array(crossing(problem.chain)[0])
+        message_ms = chain.crossing / link.bytes_per_ms
+        message_ms += 2 * (n_values * link.value_ms + chain.crossing * link.byte_ms)  # both ends
         sums = (*costs, chain.halving_before, message_ms)
         self.by_place = tuple(each[self.edges] for each in sums)
         self._rows: dict[int, tuple[Schedule, Any]] = {}

@@ -7,7 +7,8 @@ Rules, all of them:
 - When F of a stage ends, it sends one message to each later stage on another device that reads from
   it, nearest first; when B or I ends, the gradients go straight back the same way. A message holds
   its ordered pair of devices for latency + bytes / bandwidth; a pair carries one message at a time,
-  in the sender's order. Stages on one device hand over for nothing.
+  in the sender's order. Stages on one device hand over for nothing. Where devices do the sending
+  themselves, the actions before and after a message are longer by what it takes of their time.
 - A device always holds the static bytes of its stages: parameters, gradients, the optimizer's
   states, buffers. A stage holds, for each micro-batch, its saved bytes from the start of F to the
   end of B or W, what it receives from the start of the transfer to that end, the model's inputs
@@ -73,7 +74,8 @@ class StageCost:
 class Message:
     """What stage `source` sends to stage `target` after F, and what gradients come back, if any.
 
-    If both are on one device, `source` holds `handed_bytes` more until its backward has ended.
+    It is so many `values` and `gradients`. If both are on one device, `source` holds `handed_bytes`
+    more until its backward has ended.
     """
 
     source: int
@@ -81,6 +83,8 @@ class Message:
     bytes: int
     gradient_bytes: int | None
     handed_bytes: int = 0
+    values: int = 1
+    gradients: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +237,7 @@ def numbers(
     n = len(stages)
     # Outbox 2 j is stage j's after F, 2 j + 1 its outbox after the backward, nearest first.
     outboxes: list[list[tuple[int, int, float]]] = [[] for _ in range(2 * n)]
+    sending_ms = np.zeros((n, 2))  # of each F and of each backward, both ends' part
     for message in sorted(messages, key=lambda one: one.target - one.source):
         ends = message.source, message.target
         source, target = (device_of[j] for j in ends)
@@ -240,14 +245,16 @@ def numbers(
             continue
         there, back = network.between(source, target), network.between(target, source)
         outboxes[2 * ends[0]].append((ends[1], message.bytes, there.transfer_ms(message.bytes)))
+        sending_ms[ends, 0] += there.busy_ms(message.values, message.bytes)
         size = message.gradient_bytes
         if size is not None:
             outboxes[2 * ends[1] + 1].append((ends[0], size, back.transfer_ms(size)))
+            sending_ms[ends, 1] += back.busy_ms(message.gradients, size)
     slots = [slot for outbox in outboxes for slot in outbox]
     at_rest = np.zeros(n_devices, np.int64)
     for cost, device in zip(stages, device_of, strict=True):
         at_rest[device] += cost.static_bytes
-    times = [_times(cost) for cost in stages]
+    times = [_times(cost, *ms) for cost, ms in zip(stages, sending_ms.tolist(), strict=True)]
     return Numbers(
         device_of=np.array(device_of, np.int64),
         lasts=np.array(times, np.float64).reshape(n, 4, 2).transpose(1, 0, 2).copy(),
@@ -280,13 +287,16 @@ def handed_bytes(messages: Sequence[Message], device_of: Sequence[int]) -> list[
     return held
 
 
-def _times(cost: StageCost) -> list[tuple[float, float]]:
-    """By kind: how long it takes, and how long if the micro-batch is recomputed."""
-    forward, backward = cost.forward_ms, cost.backward_ms + cost.again_ms
+def _times(cost: StageCost, there_ms: float, back_ms: float) -> list[tuple[float, float]]:
+    """By kind: how long it takes, and how long if the micro-batch is recomputed.
+
+    F sends and receives for `there_ms`, B or I for `back_ms`.
+    """
+    forward, backward = cost.forward_ms, cost.backward_ms + cost.again_ms + back_ms
     weight = cost.weight_gradient_ms
     first = backward - weight + cost.halving_ms
     return [
-        (forward, forward),
+        (forward + there_ms, forward + there_ms),
         (backward, backward + forward),
         (first, first + forward),
         (weight, weight),

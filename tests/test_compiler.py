@@ -190,6 +190,23 @@ def test_a_profile_of_another_model_or_microbatch_is_refused():
         fxpipe.compile(model, (x,), devices="cpu*2", microbatches=4, profile=own)
 
 
+def test_processes_on_cpus_are_planned_with_the_time_that_they_spend_on_sending():
+    def step_ms(device, topology):
+        package = fxpipe.compile(
+            models.Chain(),
+            (torch.randn(8, 6),),
+            devices="cpu*2",
+            microbatches=8,
+            profile=f"analytic:{device}",
+            topology=topology,
+        )
+        return package.plan.estimate.step_ms
+
+    # Eight values go there and eight gradients back; on GPUs nothing but the link is busy.
+    assert step_ms("cpu", "2:eth10") > step_ms("cpu", None) + 16 * 0.2
+    assert step_ms("h100", "2:eth10") < step_ms("h100", None) + 3.2
+
+
 @pytest.mark.parametrize("made", [models.Chain, models.Paths, models.Auxiliary])
 def test_a_profile_has_all_that_another_plan_needs(made):
     model, args = made(), (torch.randn(8, 6),)

@@ -3,7 +3,7 @@
 import pytest
 
 from fxpipe.errors import DeviceError
-from fxpipe.topology import WIRES, network_of
+from fxpipe.topology import WIRES, between_processors, network_of
 
 
 def test_devices_of_a_node_have_the_one_link_and_nodes_the_other():
@@ -16,6 +16,14 @@ def test_devices_of_a_node_have_the_one_link_and_nodes_the_other():
 
 def test_one_node():
     assert network_of("8:pcie4", 8).between(0, 7) == WIRES["pcie4"].link
+
+
+def test_processors_spend_time_on_what_they_send():
+    network = between_processors(network_of("2x2:eth100/eth10", 4))
+    for link, wire in ((network.between(0, 1), "eth100"), (network.between(1, 2), "eth10")):
+        assert link.transfer_ms(10**6) == WIRES[wire].link.transfer_ms(10**6)
+        assert link.busy_ms(2, 10**6) > link.busy_ms(1, 10**6) > link.busy_ms(1, 0) > 0.0
+    assert WIRES["eth10"].link.busy_ms(1, 10**6) == 0.0
 
 
 def test_bytes_go_as_fast_as_the_makers_say():

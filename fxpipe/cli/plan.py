@@ -82,7 +82,7 @@ def plan_command(
         from fxpipe.planner import answered, chain_question, model_question, named
         from fxpipe.progress import BestSoFar
         from fxpipe.schedule import Schedule
-        from fxpipe.topology import network_of
+        from fxpipe.topology import between_processors, network_of
 
         if (target is None) == (chain is None):
             raise InputError("give a TARGET, or --chain FILE.json in its place")
@@ -99,6 +99,8 @@ def plan_command(
             question = dataclasses.replace(question, capacity_bytes=capacity)
         if topology is not None:
             network = network_of(topology, question.n_devices)
+            if question.processors:
+                network = between_processors(network)
             question = dataclasses.replace(question, network=network)
         order = Schedule.read(schedule) if schedule and schedule.endswith(".csv") else schedule
         with BestSoFar() as progress:

@@ -65,6 +65,21 @@ def naive(
             for sent in outbox(action):
                 on_link.setdefault(pair(sent), []).append(sent)
 
+    def sending_ms(action: Action) -> float:
+        total = 0.0
+        for message in messages:
+            ends = (message.source, message.target)
+            source, target = (device_of[stage] for stage in ends)
+            if action.stage not in ends or source == target:
+                continue
+            if action.kind is F:
+                link = network.between(source, target)
+                total += link.value_ms * message.values + link.byte_ms * message.bytes
+            elif message.gradient_bytes is not None:
+                link = network.between(target, source)
+                total += link.value_ms * message.gradients + link.byte_ms * message.gradient_bytes
+        return total
+
     @cache
     def start(action: Action) -> float:
         row = schedule.rows[device_of[action.stage]]
@@ -88,12 +103,13 @@ def naive(
     def end(action: Action) -> float:
         cost = stages[action.stage]
         if action.kind is F:
-            return start(action) + cost.forward_ms
+            return start(action) + cost.forward_ms + sending_ms(action)
         if action.kind is W:
             return start(action) + cost.weight_gradient_ms
         again = cost.forward_ms if recompute[action.stage][action.microbatch] else 0.0
         later = cost.weight_gradient_ms - cost.halving_ms if action.kind is HALF else 0.0
-        return start(action) + cost.backward_ms + cost.again_ms + again - later
+        whole = cost.backward_ms + cost.again_ms + again + sending_ms(action)
+        return start(action) + whole - later
 
     @cache
     def departure(sent: Sent) -> float:

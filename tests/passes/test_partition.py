@@ -68,8 +68,8 @@ def test_a_value_goes_straight_to_each_stage_that_reads_it() -> None:
     chain = Chain(tuple(blocks(4)), values, (True,) * 4)
 
     assert stage_costs(chain, (1, 2))[1] == (
-        Message(0, 1, bytes=1, gradient_bytes=1),
-        Message(0, 2, bytes=110, gradient_bytes=10),
+        Message(0, 1, bytes=1, gradient_bytes=1, values=1, gradients=1),
+        Message(0, 2, bytes=110, gradient_bytes=10, values=2, gradients=1),
     )
 
 

@@ -89,6 +89,19 @@ def test_with_two_stages_a_device_too(seed: int, tight: bool, schedule: str) -> 
     assert plans["cpsat"].bound_ms <= best_ms
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_where_devices_do_the_sending_too(seed: int) -> None:
+    chain, asked = question(seed, skips=True, tight=False)
+    asked["network"] = Network(Link(0.02, 1e5, value_ms=0.5, byte_ms=1e-5))
+    best_ms, _ = every_plan(chain, **asked)[0]
+
+    plans = {solver: partition(chain, **asked, solver=solver) for solver in SOLVERS}
+
+    assert all(plan.estimate.step_ms <= 1.05 * best_ms for plan in plans.values())
+    assert plans["cpsat"].bound_ms is not None
+    assert plans["cpsat"].bound_ms <= best_ms
+
+
 @pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_with_halved_backwards_too(seed: int, tight: bool) -> None:

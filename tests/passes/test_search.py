@@ -10,7 +10,7 @@ import pytest
 from chains import KIB, block, halved_slowly, plain, random_chain
 
 from fxpipe.errors import PlanError
-from fxpipe.ir import Chain, CheckpointMode, Link, Network
+from fxpipe.ir import Chain, CheckpointMode, Link, Network, Value
 from fxpipe.passes import order, search_plan
 from fxpipe.passes import search as search_module
 from fxpipe.passes.checkpoints import place
@@ -22,7 +22,7 @@ from fxpipe.passes.search_shift_kernel import critical_counts, critical_ms
 from fxpipe.schedule import Schedule
 
 ROOMY = 2**40
-NETWORK = Network(Link(0.01, 1e5), {(0, 1): Link(0.05, 1e4)})
+NETWORK = Network(Link(0.01, 1e5), {(0, 1): Link(0.05, 1e4, value_ms=0.02, byte_ms=1e-5)})
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +121,22 @@ def test_the_judge_counts_what_stages_hand_over_on_one_device(seed: int) -> None
         training_factor=2.0,
     ).peak_bytes
     assert all(real <= peak for real, peak in zip(exact, found.ran[7].tolist(), strict=True))
+
+
+def test_devices_that_do_the_sending_are_sent_few_values() -> None:
+    # Within each four blocks all values go on to the last of them, which hands on one.
+    blocks = tuple(block(f"b{k}") for k in range(24))
+    ends = [k - k % 4 + 3 if k % 4 < 3 else k + 1 for k in range(24)]
+    values = (Value(f"v{k}", 8, k, (end,), gradient=True) for k, end in enumerate(ends))
+    chain = Chain(blocks, tuple(values), (True,) * 24)
+
+    def sent(value_ms: float) -> list[int]:
+        network = Network(Link(0.0, 1e30, value_ms=value_ms))
+        cuts = searched(problem(chain, 3, 6, network=network)).cuts
+        return [len(chain.crossing(cut - 1)) for cut in cuts]
+
+    assert max(sent(0.0)) == 3
+    assert set(sent(1.0)) == {1}
 
 
 @pytest.mark.parametrize("seed", range(10))

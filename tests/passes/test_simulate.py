@@ -85,6 +85,19 @@ def test_a_link_carries_one_message_at_a_time() -> None:
     ]
 
 
+def test_what_sending_takes_of_a_device_is_part_of_the_actions_around_it() -> None:
+    schedule = order.gpipe(2, 2)
+    messages = [Message(0, 1, bytes=4, gradient_bytes=2, values=2, gradients=1)]
+    links = Network(Link(1.0, 1e30, value_ms=1.0, byte_ms=0.5))
+    simulation = simulate(schedule, [StageCost(1.0, 1.0)] * 2, messages, links, [[False] * 2] * 2)
+
+    # F lasts 1 + 2 x 1 + 4 x 0.5 on both, B 1 + 1 x 1 + 2 x 0.5; messages take 1 besides.
+    assert timeline(simulation, schedule) == [
+        "0000011111..........bbbaaa",
+        "......0000011111bbbaaa....",
+    ]
+
+
 def test_opposite_directions_and_other_pairs_do_not_wait_for_each_other() -> None:
     # A portal from stage 0 to 2 as long as all the rest: its gradient has its own link, too.
     messages = [Message(0, 1, 10, 10), Message(1, 2, 10, 10), Message(0, 2, 10, 10)]
@@ -184,10 +197,17 @@ def test_random_tables_against_the_naive_simulator(seed: int) -> None:
     ]
     pairs = [(s, t) for s in range(n) for t in range(s + 1, n) if random.random() < 0.7]
     messages = [
-        Message(s, t, random.randint(0, 9), random.choice([None, 0, 5]), random.choice([0, 4]))
+        Message(
+            *(s, t, random.randint(0, 9), random.choice([None, 0, 5]), random.choice([0, 4])),
+            values=random.randint(1, 3),
+            gradients=random.randint(1, 2),
+        )
         for s, t in pairs
     ]
-    links = [Link(random.randint(0, 2), random.choice([1, 2, 8])) for _ in range(2)]
+    links = [
+        Link(random.randint(0, 2), random.choice([1, 2, 8]), *random.choice([(0, 0), (1, 2)]))
+        for _ in range(2)
+    ]
     network = Network(links[0], {(0, 1): links[1]})
     recompute = [[random.random() < 0.4 for _ in range(m)] for _ in range(n)]
     schedule = random_table(random, n, m)

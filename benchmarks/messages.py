@@ -1,0 +1,81 @@
+"""What messages between two busy processes take of their time, by gloo on one host.
+
+    python benchmarks/messages.py
+
+Two processes of one thread compute and, meanwhile, send each other tensors as ranks do. What a turn
+is longer by than one without messages is what sending and receiving took, half of it each end's
+part. `fxpipe/topology.py` has the figures that plans count with.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import machine
+from torch_pipelining import Peer, Rank
+
+from fxpipe.runtime.worker import Worker
+
+KILOBYTES = (16, 64, 256, 1024, 4096)
+MESSAGES = 4  # of a turn, each way
+TURNS, ROUNDS = 20, 15
+
+
+class Talking(Rank):
+    """A process that computes, and talks to the other."""
+
+    def begin(self) -> None:
+        self._matrix = torch.randn(256, 256)
+        self._sending = Worker("messages", "the other process", [])
+
+    def turns_ms(self, kilobytes: int, messages: int) -> float:
+        """Milliseconds of a turn; what is received is what the other sent in its turn before."""
+        tensor, other = torch.ones(kilobytes * 256), 1 - self._rank
+        posted: list[Any] = []
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(TURNS):
+            following = [
+                dist.irecv(torch.empty_like(tensor), other, tag=0) for _ in range(messages)
+            ]
+            for _ in range(30):
+                torch.nn.functional.gelu(self._matrix @ self._matrix)
+            for _ in range(messages):
+                self._sending.put(_waited(dist.isend(tensor, other, tag=0)))
+            for work in posted:
+                work.wait()
+            posted = following
+        for work in posted:
+            work.wait()
+        return 1e3 * (time.perf_counter() - start) / TURNS
+
+
+def _waited(work: Any) -> Callable[[], object]:
+    return lambda: work.wait()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    peer = Peer(Talking)
+    peer.ask("begin")
+    times: dict[int, list[float]] = {}
+    for _ in range(ROUNDS):
+        for kilobytes in (0, *KILOBYTES):
+            ms = max(peer.ask("turns_ms", kilobytes, MESSAGES if kilobytes else 0))
+            times.setdefault(kilobytes, []).append(ms)
+    peer.close()
+    print(f"{machine()}.\nMilliseconds that a message takes of each end's time:")
+    for kilobytes in KILOBYTES:
+        found = [
+            statistic(times[kilobytes]) - statistic(times[0])
+            for statistic in (statistics.median, min)
+        ]
+        shown = (f"{ms / (2 * MESSAGES):.3f}" for ms in found)
+        print(f"{kilobytes} KiB: " + "{} in the median, {} at the fastest".format(*shown))
+
+
+if __name__ == "__main__":
+    main()
