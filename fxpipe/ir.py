@@ -211,7 +211,8 @@ class Block:
     `saved` and `parameters` name storages, so that what two blocks share is counted once a stage.
     `weight_gradient_ms` is what of `backward_ms` is for weights alone. While the block runs, either
     way, `workspace_bytes` are there on top of what blocks up to it save. A backward in two halves
-    takes `halving_ms` longer, and `arriving_bytes` of gradients wait for the second half. To be
+    takes `halving_ms` longer, `arriving_bytes` of gradients wait for the second half, and on top of
+    what all blocks save there are `input_workspace_bytes`, then `weight_workspace_bytes`. To be
     computed again, a forward keeps copies of the buffers it writes, `written_bytes`.
     """
 
@@ -226,6 +227,8 @@ class Block:
     arriving_bytes: int = 0
     halving_ms: float = 0.0
     written_bytes: int = 0
+    input_workspace_bytes: int = 0
+    weight_workspace_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

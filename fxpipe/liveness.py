@@ -6,6 +6,7 @@ gradient from its last reader to its op.
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from fxpipe.ir import Capture, OpCost
 
@@ -14,13 +15,19 @@ from fxpipe.ir import Capture, OpCost
 _LOSS_TENSORS = 3
 
 
+class Needed(NamedTuple):
+    """What an op needs on top of what is saved, as it runs and in a whole backward."""
+
+    forward_bytes: int
+    backward_bytes: int
+
+
 def workspaces(
     capture: Capture, costs: Mapping[str, OpCost], order: Sequence[str], batch: int
-) -> dict[str, int]:
+) -> dict[str, Needed]:
     """For each op, in this order: bytes on top of what ops up to it have saved.
 
-    The larger of what its forward and its backward need. A result that leaves the model counts for
-    the last op, together with what a loss makes of it.
+    A result that leaves the model counts for the last op, together with what a loss makes of it.
     """
     place = {name: k for k, name in enumerate(order)}
     end = len(order)
@@ -50,17 +57,18 @@ def workspaces(
         _add(waits, made[storage] + 1, min(until, kept_from.get(storage, end) - 1), size)
         if storage in trained:
             _add(gradients, made[storage], last[storage] - 1, size)
-    needed = {}
+    needed: dict[str, Needed] = {}
     both = zip(order, accumulate(waits), accumulate(gradients), strict=False)
     for k, (name, waiting, arriving) in enumerate(both):
         cost = costs.get(name, OpCost(0.0, 0.0))
         new = sum(b for s, b in cost.saved if kept_from[s] == k and made.get(s, k) == k)
         forward = waiting + max(0, cost.workspace_bytes - new)
-        needed[name] = max(forward, arriving + cost.backward_bytes)
+        needed[name] = Needed(forward, arriving + cost.backward_bytes)
     result = [storage for storage in outputs & trained if storage in sizes]
     loss = sum(sizes[storage] * _LOSS_TENSORS for storage in result)
     loss += sum(sizes[storage] for storage in result if storage not in kept_from)
-    needed[order[-1]] = max(needed[order[-1]], loss)
+    last_op = needed[order[-1]]
+    needed[order[-1]] = last_op._replace(forward_bytes=max(last_op.forward_bytes, loss))
     return needed
 
 

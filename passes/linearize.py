@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from fxpipe.errors import CaptureError
 from fxpipe.interpret import DTYPE, HUNK, limit
 from fxpipe.ir import Block, Capture, Chain, OpCost, Profile, Value, own_storage
-from fxpipe.liveness import workspaces
+from fxpipe.liveness import Needed, workspaces
 
 
 def linearize(capture: Capture, profile: Profile) -> Chain:
@@ -205,21 +205,18 @@ def _callers(capture: Capture, node: fx.Node) -> list[str]:
 
 
 def _block(
-    capture: Capture, profile: Profile, nodes: Sequence[fx.Node], needed: Mapping[str, int]
+    capture: Capture, profile: Profile, nodes: Sequence[fx.Node], needed: Mapping[str, Needed]
 ) -> Block:
     free = OpCost(0.0, 0.0)  # what eval mode alone runs costs a training step nothing
     costs = [profile.costs.get(node.name, free) for node in nodes]
-    state: dict[str, Tensor] = {}
-    for node in nodes:
-        read = [used for used in node.all_input_nodes if used.op == "get_attr"]
-        names = [_first_name(capture, str(used.target)) for used in read]
-        if node.op == "call_module":
-            names += _state_of_call(capture, node)
-        state.update((name, capture.state[name]) for name in names if name in capture.state)
-    # A frozen parameter has no gradient and no optimizer's state: it is held as a buffer is.
-    trained = {name for name, t in state.items() if isinstance(t, nn.Parameter) and t.requires_grad}
-    parameters = {name: t.nbytes for name, t in state.items() if name in trained}
-    buffers = {name: t.nbytes for name, t in state.items() if name not in parameters}
+    parameters: dict[str, int] = {}
+    buffers: dict[str, int] = {}
+    halves = []
+    for node, cost in zip(nodes, costs, strict=True):
+        weights, others = _state(capture, node)
+        halves.append(_halves(cost, needed[node.name], sum(weights.values())))
+        parameters |= weights
+        buffers |= others
     written = {storage for node in nodes for storage in capture.ops[node.name].mutates}
     return Block(
         ops=tuple(node.name for node in nodes),
@@ -228,9 +225,39 @@ def _block(
         saved=tuple({name: size for cost in costs for name, size in cost.saved}.items()),
         parameters=tuple(parameters.items()),
         buffers=tuple(buffers.items()),
-        workspace_bytes=max(needed[node.name] for node in nodes),
+        workspace_bytes=max(max(needed[node.name]) for node in nodes),
         weight_gradient_ms=sum(cost.weight_gradient_ms for cost in costs),
         arriving_bytes=sum(cost.arriving_bytes for cost in costs),
         halving_ms=sum(cost.halving_ms for cost in costs),
         written_bytes=sum(size for name, size in buffers.items() if own_storage(name) in written),
+        input_workspace_bytes=max(of_inputs for of_inputs, _ in halves),
+        weight_workspace_bytes=max(of_weights for _, of_weights in halves),
     )
+
+
+def _state(capture: Capture, node: fx.Node) -> tuple[dict[str, int], dict[str, int]]:
+    """The bytes of what the op reads of the model: parameters that are trained, and the rest.
+
+    A frozen parameter has no gradient and no optimizer's state: it is held as a buffer is.
+    """
+    read = [used for used in node.all_input_nodes if used.op == "get_attr"]
+    names = [_first_name(capture, str(used.target)) for used in read]
+    if node.op == "call_module":
+        names += _state_of_call(capture, node)
+    state = {name: capture.state[name] for name in names if name in capture.state}
+    trained = {name for name, t in state.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+    return (
+        {name: t.nbytes for name, t in state.items() if name in trained},
+        {name: t.nbytes for name, t in state.items() if name not in trained},
+    )
+
+
+def _halves(cost: OpCost, needed: Needed, weight_bytes: int) -> tuple[int, int]:
+    """What an op needs in the first half of a backward, which may compute it again, and the second.
+
+    In the second no gradients are on their way; those of weights are as large as these.
+    """
+    forward, backward = needed
+    if cost.arriving_bytes:
+        return max(forward, backward - weight_bytes), cost.backward_bytes
+    return (forward, backward) if cost.weight_gradient_ms else (max(needed), 0)

@@ -69,7 +69,7 @@ class OrderProblem:
         if action.kind is Kind.FORWARD:
             handed = handed_bytes(self.messages, self.devices)[action.stage]
             return cost.input_bytes + (cost.written_bytes if again else cost.saved_bytes) + handed
-        return cost.saved_bytes if again else cost.again_bytes
+        return (cost.saved_bytes if again else cost.again_bytes) + cost.arriving_bytes
 
     def transfer_ms(self, source: int, target: int, n_bytes: int) -> float:
         """How long a message from stage to stage takes; nothing on one device."""

@@ -30,15 +30,12 @@ def evaluate(
     segments: Sequence[checkpoints.Segments] = (),
 ) -> Estimate:
     """What the simulator predicts of `chain` cut at `cuts` under `schedule`."""
-    halved = frozenset(stage for stage, _ in schedule.split)
-    stages, messages = stage_costs(chain, cuts, training_factor, halved)
+    stages, messages = stage_costs(chain, cuts, training_factor)
     if any(segments):
         bounds = pairwise((0, *cuts, len(chain.blocks)))
         stages = tuple(
-            _with_segments(chain, cost, begin, end, own, j in halved)
-            for j, (cost, (begin, end), own) in enumerate(
-                zip(stages, bounds, segments, strict=True)
-            )
+            _with_segments(chain, cost, begin, end, own)
+            for cost, (begin, end), own in zip(stages, bounds, segments, strict=True)
         )
     recompute = checkpoints.recompute_table(checkpoint, schedule.n_microbatches)
     simulation = simulate(schedule, stages, messages, network, recompute)
@@ -95,14 +92,12 @@ def stage_costs(
     chain: Chain,
     cuts: Cuts,
     training_factor: float = 1.0,
-    halved: frozenset[int] = frozenset(),
 ) -> tuple[tuple[StageCost, ...], tuple[Message, ...]]:
     """What each stage costs on one micro-batch, and what the stages send each other.
 
     Training keeps `training_factor` bytes of gradients and optimizer states by byte of parameters.
-    The backward of the `halved` stages is I and W. Storages of the same name count once a stage. A
-    value goes straight from its producer's stage to each stage that reads it; a received value that
-    a backward saves is counted as received.
+    Storages of the same name count once a stage. A value goes straight from its producer's stage to
+    each stage that reads it; a received value that a backward saves is counted as received.
     """
     bounds = (0, *cuts, len(chain.blocks))
     stage_of = [j for j in range(len(bounds) - 1) for _ in range(bounds[j], bounds[j + 1])]
@@ -141,7 +136,6 @@ def stage_costs(
             passing_bytes[j],
             sends_back[j],
             training_factor,
-            j in halved,
         )
         for j in range(n_stages)
     )
@@ -176,7 +170,6 @@ def _stage_cost(
     passing_bytes: int,
     sends_back: bool,
     training_factor: float,
-    halved: bool,
 ) -> StageCost:
     blocks = chain.blocks[begin:end]
     action_ms = chain.action_ms
@@ -185,16 +178,22 @@ def _stage_cost(
     halving_ms = action_ms + sum(block.halving_ms for block in blocks)
     buffers = dict(one for block in blocks for one in block.buffers)
     saved = {name: size for block in blocks for name, size in block.saved if name not in received}
-    # Where nobody waits for a gradient, W does it all: no half of it could be left out.
-    halved = halved and sends_back
-    needed = workspace_bytes(chain, begin, end, halved)
+    needed = workspace_bytes(chain, begin, end)
+    of_inputs = of_weights = needed
     static_bytes = ceil((1 + training_factor) * parameter_bytes(chain, begin, end))
     static_bytes += sum(buffers.values())
     saved_bytes = sum(saved.values())
     if needed:
         # While F runs, what only passes is there too. A bare chain's blocks need nothing, and what
         # their stages receive stays.
-        needed += passing_bytes + ceil(FRAGMENTATION * (static_bytes + saved_bytes))
+        share = ceil(FRAGMENTATION * (static_bytes + saved_bytes))
+        needed += passing_bytes + share
+        of_inputs = of_weights = needed
+        # Where nobody waits for a gradient, W does it all: no half of it could be left out.
+        if sends_back:
+            # What blocks behind have saved stays for W, in which no gradients are on their way.
+            of_inputs = max(block.input_workspace_bytes for block in blocks) + passing_bytes + share
+            of_weights = max(block.weight_workspace_bytes for block in blocks) + share
     return StageCost(
         forward_ms=action_ms + sum(block.forward_ms for block in blocks),
         backward_ms=backward_ms,
@@ -204,21 +203,21 @@ def _stage_cost(
         workspace_bytes=needed,
         passing_bytes=passing_bytes if needed else 0,
         weight_gradient_ms=weight_gradient_ms if sends_back else backward_ms,
-        arriving_bytes=sum(block.arriving_bytes for block in blocks) if halved else 0,
+        arriving_bytes=sum(block.arriving_bytes for block in blocks) if sends_back else 0,
         halving_ms=halving_ms if sends_back else action_ms,
         written_bytes=sum(block.written_bytes for block in blocks),
+        input_workspace_bytes=of_inputs,
+        weight_workspace_bytes=of_weights,
     )
 
 
-def workspace_bytes(chain: Chain, begin: int, end: int, halved: bool = False) -> int:
+def workspace_bytes(chain: Chain, begin: int, end: int) -> int:
     """What the blocks [begin, end) need on top of all that they save, at the fullest.
 
-    While a block runs, blocks behind it have saved nothing yet, or it is gone again, unless the
-    backward is halved: then it stays for the second half.
+    While a block runs, blocks behind it have saved nothing yet, or it is gone again. (Of a backward
+    in halves it stays for the second.)
     """
     blocks = chain.blocks[begin:end]
-    if halved:
-        return max(block.workspace_bytes for block in blocks)
     own = {op for block in blocks for op in block.ops}
     first = {name: k for k in reversed(range(len(blocks))) for name, _ in blocks[k].saved}
     needed = behind = 0
@@ -233,14 +232,16 @@ def workspace_bytes(chain: Chain, begin: int, end: int, halved: bool = False) ->
 
 
 def _with_segments(
-    chain: Chain, cost: StageCost, begin: int, end: int, segments: checkpoints.Segments, split: bool
+    chain: Chain, cost: StageCost, begin: int, end: int, segments: checkpoints.Segments
 ) -> StageCost:
     found = checkpoints.segment_cost(chain, begin, end, segments)
     return replace(
         cost,
         saved_bytes=found.kept_bytes + (cost.written_bytes if segments else 0),
-        again_bytes=found.all_again_bytes if split else found.again_bytes,
+        again_bytes=found.again_bytes,
         again_ms=found.again_ms,
+        # Between its halves a backward holds all that was computed again.
+        arriving_bytes=cost.arriving_bytes + found.all_again_bytes - found.again_bytes,
         passing_bytes=0,  # a segment may compute from it again
     )
 

@@ -29,6 +29,8 @@ class ChainArrays:
     weight_before: _Floats
     halving_before: _Floats
     workspaces: _Ints
+    input_workspaces: _Ints
+    weight_workspaces: _Ints
     arriving_before: _Ints
     written_before: _Ints
     crossing: _Ints
@@ -66,6 +68,8 @@ def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
         weight_before=_before(block.weight_gradient_ms for block in blocks),
         halving_before=_before(block.halving_ms for block in blocks),
         workspaces=np.array([block.workspace_bytes for block in blocks], np.int64),
+        input_workspaces=np.array([block.input_workspace_bytes for block in blocks], np.int64),
+        weight_workspaces=np.array([block.weight_workspace_bytes for block in blocks], np.int64),
         arriving_before=_bytes_before(block.arriving_bytes for block in blocks),
         written_before=_bytes_before(block.written_bytes for block in blocks),
         crossing=np.array(crossing(chain)[1], np.int64),

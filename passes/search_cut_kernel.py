@@ -86,9 +86,9 @@ def stage_memory(  # type: ignore[no-untyped-def]
 
 @compiled
 def cut(  # type: ignore[no-untyped-def]
-    bounds, n_microbatches, device_of, prices, split,
+    bounds, n_microbatches, device_of, prices,
     action_ms, forward_before, backward_before, weight_before, halving_before,
-    workspaces, arriving_before, written_before, crossing,
+    workspaces, input_workspaces, weight_workspaces, arriving_before, written_before, crossing,
     saved_ends, saved_befores, saved_sizes, saved_values,
     static_ends, static_befores, static_sizes,
     producers, value_sizes, gradients, read_ends, readers,
@@ -101,8 +101,9 @@ def cut(  # type: ignore[no-untyped-def]
     n, n_devices = len(bounds) - 1, len(latency)
     lasts = np.empty((4, n, 2))
     keeps, comes_back = np.zeros((n, 2), np.int64), np.zeros((n, 2), np.int64)
-    workspace = np.zeros(n, np.int64)
+    workspace = np.zeros((4, n), np.int64)
     at_rest = np.zeros(n_devices, np.int64)
+    arriving = np.zeros(n, np.int64)
     sends_back, received = np.zeros(n, np.bool_), np.zeros(n, np.int64)
     there, back = np.full((n, n), -1, np.int64), np.full((n, n), -1, np.int64)
     values_there, values_back = np.zeros((n, n), np.int64), np.zeros((n, n), np.int64)
@@ -154,14 +155,22 @@ def cut(  # type: ignore[no-untyped-def]
             lasts[WEIGHT, j, k] = weight
             keeps[j, k] = inputs[j] + kept
             comes_back[j, k] = largest
-            if split[j]:
-                # Between its halves a backward holds all that was computed again.
-                comes_back[j, k] = comes + arriving_before[end] - arriving_before[begin]
+        # Between its halves a backward holds all that was computed again.
+        arriving[j] = comes - largest
+        if sends_back[j]:
+            arriving[j] += arriving_before[end] - arriving_before[begin]
+        needed, of_inputs, of_weights = 0, 0, 0
         for k in range(begin, end):
-            workspace[j] = max(workspace[j], workspaces[k])
-        if workspace[j] > 0:
+            needed = max(needed, workspaces[k])
+            of_inputs = max(of_inputs, input_workspaces[k])
+            of_weights = max(of_weights, weight_workspaces[k])
+        if needed > 0:
             # As partition_costs has it, but for what it knows not to be there at the same time.
-            workspace[j] += received[j] + int(np.ceil(FRAGMENTATION * (static + kept + comes)))
+            share = int(np.ceil(FRAGMENTATION * (static + kept + comes)))
+            workspace[:, j] = needed + received[j] + share
+            if sends_back[j]:
+                workspace[INPUT, j] = of_inputs + received[j] + share
+                workspace[WEIGHT, j] = of_weights + share
     outbox_ends = np.zeros(2 * n, np.int64)
     receivers = np.empty(n * n, np.int64)
     sizes, transfers = np.empty(n * n, np.int64), np.empty(n * n)
@@ -175,7 +184,7 @@ def cut(  # type: ignore[no-untyped-def]
             size = there[j, other] if box % 2 == 0 else back[other, j]
             if device_of[other] == device_of[j]:
                 # The value waits there, then its gradient (simulate.handed_bytes).
-                if box % 2 == 0 and size > 0 and workspace[j] > 0:
+                if box % 2 == 0 and size > 0 and workspace[FORWARD, j] > 0:
                     keeps[j] += size
             elif size >= 0:
                 d, e = device_of[j], device_of[other]
@@ -194,6 +203,6 @@ def cut(  # type: ignore[no-untyped-def]
     recompute = np.zeros((n, n_microbatches), np.bool_)
     numbers = (
         device_of, lasts, keeps, comes_back, workspace, recompute, outbox_ends,
-        receivers[:n_slots], sizes[:n_slots], transfers[:n_slots], at_rest,
+        receivers[:n_slots], sizes[:n_slots], transfers[:n_slots], at_rest, arriving,
     )  # fmt: skip
     return numbers, again

@@ -103,7 +103,7 @@ class Judge:
         least = ratios[ratios > 0].min() / 1.5
         return [0.0, *np.geomspace(least, 4 * ratios.max(), _PRICES).tolist()]
 
-    def numbers(self, candidate: Candidate, split: NDArray[np.bool_]) -> tuple[Any, Any]:
+    def numbers(self, candidate: Candidate) -> tuple[Any, Any]:
         """What the kernels take of `candidate`, and the blocks that it computes again."""
         device_of = np.array(candidate.device_of, np.int64)
         prices = np.array([self.prices[step] for step in candidate.prices])
@@ -112,7 +112,6 @@ class Judge:
             self.problem.n_microbatches,
             device_of,
             prices,
-            split,
             *self.chain,
             *self.links,
         )
@@ -122,7 +121,7 @@ class Judge:
         if candidate.table is not None:
             return self._following(candidate, candidate.table)
         split = np.ones(len(candidate.device_of), np.bool_)
-        numbers, _ = self.numbers(candidate, split)
+        numbers, _ = self.numbers(candidate)
         policies = [(group, patience) for group in dict.fromkeys(groups) for patience in (0.0, 1.0)]
         over, step_ms, work, rank, room, ran = kernel.attempt(
             numbers,
@@ -137,7 +136,7 @@ class Judge:
 
     def near(self, candidate: Candidate, found: Found, tries: int, seed: int) -> Found:
         """The best step of `candidate` from what `found`, with as many stages, began with."""
-        numbers, _ = self.numbers(candidate, found.split)
+        numbers, _ = self.numbers(candidate)
         over, step_ms, work, rank, room, ran = kernel.polish(
             numbers, found.split, self.capacity, found.rank, found.room, tries, seed
         )
@@ -169,7 +168,7 @@ class Judge:
     def _following(self, candidate: Candidate, table: Schedule) -> Found:
         split = np.zeros(len(candidate.device_of), np.bool_)
         split[[stage for stage, _ in table.split]] = True
-        numbers, _ = self.numbers(candidate, split)
+        numbers, _ = self.numbers(candidate)
         # By identity: to hash a table takes as long as to simulate it. It is kept, so that no other
         # takes its place.
         if id(table) not in self._rows:

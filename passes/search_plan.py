@@ -102,7 +102,7 @@ def _plan(
     problem: SearchProblem, judge: Judge, found: Found, schedule_name: str, bound_ms: float
 ) -> Plan:
     bounds = tuple(problem.edges[e] for e in found.candidate.path)
-    _, again = judge.numbers(found.candidate, found.split)
+    _, again = judge.numbers(found.candidate)
     segments = tuple(runs(again.tolist(), begin, end) for begin, end in pairwise(bounds))
     checkpoint = checkpoints.place(CheckpointMode.NEVER, len(segments))
 

@@ -16,8 +16,8 @@ Rules, all of them:
   micro-batch, its saved bytes count from the start of B or I only, which takes the forward's time
   on top, and copies of the buffers it writes from the start of F to the end of B or W; of a stage
   with segments, what these compute again. What only passes through a stage that does not recompute
-  is not counted but in its workspace. A stage with arriving bytes holds them from the start of B or
-  I to the end of B or W: gradients that wait for W to use them.
+  is not counted but in its workspace. A stage with arriving bytes holds them from the start of I to
+  the end of W: what waits for W to use it.
 - An output that waits in its producer is not counted on its own: it is the receiver's from the
   start of the transfer, and part of the producer's saved bytes if the backward there needs it. What
   a stage hands to one on its own device, a value and then its gradient, it holds itself from the
@@ -51,8 +51,9 @@ class StageCost:
     `weight_gradient_ms` is what of `backward_ms` is for weights alone. The stage's segments, if it
     has any, compute `again_bytes` of what they save again, in `again_ms`, in every backward. If its
     backward is halved, the first half takes `halving_ms` longer than its part of the whole, and
-    `arriving_bytes` of gradients wait for the second. `passing_bytes` of what it receives are gone
-    after F, unless it recomputes; then `written_bytes` are copies of the buffers that F writes.
+    `arriving_bytes`, gradients most of all, wait for the second; each half has a workspace of its
+    own. `passing_bytes` of what it receives are gone after F, unless it recomputes; then
+    `written_bytes` are copies of the buffers that F writes.
     """
 
     forward_ms: float
@@ -68,6 +69,14 @@ class StageCost:
     passing_bytes: int = 0
     halving_ms: float = 0.0
     written_bytes: int = 0
+    input_workspace_bytes: int = 0
+    weight_workspace_bytes: int = 0
+
+    def workspace_of(self, kind: Kind) -> int:
+        """What an action of this kind needs while it runs."""
+        if kind is Kind.INPUT:
+            return self.input_workspace_bytes
+        return self.weight_workspace_bytes if kind is Kind.WEIGHT else self.workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,7 @@ class Numbers:
     sizes: _Ints
     transfers: _Floats
     at_rest: _Ints
+    arriving: _Ints
 
     def __iter__(self) -> Any:
         return (getattr(self, name) for name in self.__slots__)
@@ -266,15 +276,15 @@ def numbers(
             np.int64,
         )
         + np.array(handed_bytes(messages, device_of), np.int64)[:, None],
-        comes_back=np.array([(c.again_bytes, c.saved_bytes) for c in stages], np.int64)
-        + np.array([[c.arriving_bytes] for c in stages], np.int64),
-        workspace=np.array([cost.workspace_bytes for cost in stages], np.int64),
+        comes_back=np.array([(c.again_bytes, c.saved_bytes) for c in stages], np.int64),
+        workspace=np.array([[c.workspace_of(k) for c in stages] for k in KINDS], np.int64),
         recompute=np.array(recompute, np.bool_),
         outbox_ends=np.cumsum([len(outbox) for outbox in outboxes]),
         receivers=np.array([stage for stage, _, _ in slots], np.int64),
         sizes=np.array([size for _, size, _ in slots], np.int64),
         transfers=np.array([ms for _, _, ms in slots], np.float64),
         at_rest=at_rest,
+        arriving=np.array([cost.arriving_bytes for cost in stages], np.int64),
     )
 
 

@@ -93,12 +93,13 @@ def run(  # type: ignore[no-untyped-def]
     row_ends, row_kinds, row_stages, row_microbatches,
     rank, split, capacity, patience,
     device_of, lasts, keeps, comes_back, workspace, recompute,
-    outbox_ends, receivers, sizes, transfers, at_rest, record,
+    outbox_ends, receivers, sizes, transfers, at_rest, arriving, record,
 ):  # fmt: skip
     """Run a step: by the table if `row_ends` has a place for each device, else by `rank`.
 
     `lasts[kind, stage, again]` is how long an action takes, `keeps[stage, again]` what F leaves in
-    memory besides messages and `comes_back[stage, again]` what the backward adds to it. Outbox
+    memory besides messages, `comes_back[stage, again]` what the backward adds to it and
+    `arriving[stage]` what I leaves for W; `workspace[kind, stage]` is there while it runs. Outbox
     `2 j` is what stage j sends after F, `2 j + 1` after its backward; `receivers` are stages.
     `at_rest` is what each device holds between steps. `rank[F 0 or backward 1 or W 2, stage,
     micro-batch]` says what comes first; stages that `split` run I and W in place of B.
@@ -138,7 +139,10 @@ def run(  # type: ignore[no-untyped-def]
         own_ends[d] += 1
         for i in range(n_microbatches):
             again = 1 if recompute[j, i] else 0
-            reserve[d] = max(reserve[d], workspace[j] + comes_back[j, again])
+            need = workspace[FORWARD, j]
+            if not given and split[j]:
+                need = max(need, workspace[INPUT, j], workspace[WEIGHT, j]) + arriving[j]
+            reserve[d] = max(reserve[d], need + comes_back[j, again])
     own_ends = np.cumsum(own_ends)
     held = at_rest.copy()
     peak, peak_at = held.copy(), np.zeros(n_devices)
@@ -164,7 +168,9 @@ def run(  # type: ignore[no-untyped-def]
             if what == _ENDS:
                 busy[d] = False
                 again = 1 if recompute[j, i] else 0
-                held[d] -= workspace[j]
+                held[d] -= workspace[kind, j]
+                if kind == WEIGHT:
+                    held[d] -= arriving[j]
                 if kind in (BACKWARD, WEIGHT):
                     held[d] -= keeps[j, again] + comes_back[j, again] + received[j, i]
                     while not given and oldest[d] < n_microbatches:
@@ -288,7 +294,9 @@ def run(  # type: ignore[no-untyped-def]
             elif kind != WEIGHT:
                 waited_for[action] = sender[way, j, i]
             before[d] = action
-            held[d] += workspace[j]
+            held[d] += workspace[kind, j]
+            if kind == INPUT:
+                held[d] += arriving[j]
             if kind == FORWARD:
                 held[d] += keeps[j, again]
             elif kind != WEIGHT:

@@ -125,7 +125,9 @@ def naive(
         held = []
         for action in schedule.rows[device]:
             cost = stages[action.stage]
-            held.append((start(action), end(action), cost.workspace_bytes))
+            halves = {HALF: cost.input_workspace_bytes, W: cost.weight_workspace_bytes}
+            needed = halves.get(action.kind, cost.workspace_bytes)
+            held.append((start(action), end(action), needed))
             if action.kind in (B, W):
                 forward = Action(action.stage, F, action.microbatch)
                 again = recompute[action.stage][action.microbatch]
@@ -142,8 +144,9 @@ def naive(
                     if message.source == action.stage and device_of[message.target] == device
                 )
                 held.append((start(forward), end(action), handed))
-                second = backward(action.stage, action.microbatch)
-                held.append((start(second), end(action), cost.arriving_bytes))
+                if action.kind is W:
+                    first = backward(action.stage, action.microbatch)
+                    held.append((start(first), end(action), cost.arriving_bytes))
                 if not again:
                     repeated = backward(action.stage, action.microbatch)
                     held.append((start(repeated), end(action), cost.again_bytes))

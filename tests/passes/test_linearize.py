@@ -1,5 +1,7 @@
 """Linearize: what can't be cut is one block, in program order; values know their readers."""
 
+import dataclasses
+
 import models
 import torch
 from flat import flat_profile
@@ -7,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxpipe.capture import capture
+from fxpipe.ir import OpCost
 from fxpipe.passes.linearize import linearize
 
 
@@ -209,3 +212,29 @@ def test_a_cut_divides_the_modules_whose_forward_goes_on_behind_it():
 
     chain = chain_of(nn.Sequential(Inner(), Inner()), torch.randn(4, 6))
     assert chain.divides == (1, 0, 1, 0)
+
+
+def test_an_op_needs_other_memory_for_inputs_and_for_weights():
+    class Middle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.second = nn.Linear(6, 6, bias=False)
+
+        def forward(self, x):
+            return self.second(torch.tanh(self.first(x)))
+
+    captured = capture(Middle(), (torch.randn(4, 6),), {})
+    flat = flat_profile(captured, 1)
+    first, tanh, second = captured.ops
+    size = 4 * 6 * 4
+    costs = {
+        first: OpCost(1.0, 2.0, weight_gradient_ms=2.0, backward_bytes=200),
+        tanh: OpCost(1.0, 2.0, backward_bytes=300),
+        second: OpCost(1.0, 2.0, weight_gradient_ms=1.0, backward_bytes=999, arriving_bytes=size),
+    }
+    found = linearize(captured, dataclasses.replace(flat, costs=costs)).blocks
+    # With no input that wants a gradient, the first's weights are all of its backward; the second's
+    # are 6 x 6 numbers, and so is their gradient. What is passed on waits in between.
+    needed = [(b.input_workspace_bytes, b.weight_workspace_bytes) for b in found]
+    assert needed == [(0, 200 + size), (300 + size, 0), (999 - 6 * 6 * 4, 999)]

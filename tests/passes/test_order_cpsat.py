@@ -79,6 +79,12 @@ def test_a_forward_holds_what_stays_on_its_device_and_copies_to_be_run_again() -
     assert held == [[1101, 11], [101, 11]]
 
 
+def test_what_waits_is_there_until_the_second_half() -> None:
+    cost = StageCost(1.0, 1.0, again_bytes=100, arriving_bytes=5)
+    problem = OrderProblem((cost,), (), FREE, (0,), (2000,), ((False,),))
+    assert problem.held_bytes(Action(0, Kind.INPUT, 0)) == 105
+
+
 @pytest.mark.parametrize("hint", ["1f1b", "zb-h1"])
 def test_a_step_of_270_in_the_memory_of_1f1b(hint: str) -> None:
     problem = uniform(4, 8, in_flight=4)

@@ -86,6 +86,7 @@ def test_no_step_gets_longer_and_no_device_too_small(seed: int) -> None:
             weight_gradient_ms=random.uniform(0, 3),
             halving_ms=random.choice((0.0, 0.3)),
             arriving_bytes=random.choice((0, 5)),
+            input_workspace_bytes=random.choice((0, 4)),
         )
         for _ in range(n)
     ]

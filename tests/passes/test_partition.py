@@ -1,6 +1,7 @@
 """What cuts cost, and what can't be planned."""
 
 import dataclasses
+import math
 
 import pytest
 from chains import KIB, block, plain
@@ -10,8 +11,9 @@ from fxpipe.ir import Block, Chain, CheckpointMode, Link, Network, Plan, Value
 from fxpipe.passes.checkpoints import place, recompute_table
 from fxpipe.passes.order import build
 from fxpipe.passes.partition import SOLVERS, partition
-from fxpipe.passes.partition_costs import held_sets, stage_costs
+from fxpipe.passes.partition_costs import FRAGMENTATION, held_sets, stage_costs
 from fxpipe.passes.simulate import Message
+from fxpipe.schedule import Kind
 
 LINK = Link(latency_ms=0.01, bytes_per_ms=1e5)
 
@@ -55,6 +57,28 @@ def test_workspace_is_the_largest_of_a_block() -> None:
     )
 
     assert [s.workspace_bytes for s in stage_costs(chain, (1,))[0]] == [3, 9]
+
+
+def test_halves_need_other_memory_than_a_whole_backward() -> None:
+    def op(name: str, workspace: int, of_inputs: int, of_weights: int) -> Block:
+        saved = ((f"{name}/saved_0", 30),)
+        return Block(
+            *((name,), 1.0, 2.0, saved),
+            workspace_bytes=workspace,
+            arriving_bytes=7,
+            input_workspace_bytes=of_inputs,
+            weight_workspace_bytes=of_weights,
+        )
+
+    chain = plain([op("first", 90, 80, 20), op("a", 90, 80, 20), op("b", 40, 30, 25)], n_bytes=0)
+    first, second = stage_costs(chain, (1,), training_factor=0.0)[0]
+    share = math.ceil(FRAGMENTATION * 60)
+    # While a runs, b has saved nothing, or it is gone again; of a backward in halves it stays.
+    assert [second.workspace_of(Kind(kind)) - share for kind in "FBIW"] == [60, 60, 80, 25]
+    assert second.arriving_bytes == 14
+    # Nobody waits for what the first stage's first half could send: W does it all.
+    assert len({first.workspace_of(Kind(kind)) for kind in "FBIW"}) == 1
+    assert first.arriving_bytes == 0
 
 
 def test_a_value_goes_straight_to_each_stage_that_reads_it() -> None:

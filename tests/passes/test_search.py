@@ -84,7 +84,7 @@ def test_the_judge_says_what_the_simulator_says(seed: int) -> None:
     found = judge(Candidate(even_path(chain, asked.edges, len(shape)), shape, prices), (1, p), 2)
 
     bounds = [asked.edges[e] for e in found.candidate.path]
-    again = judge.numbers(found.candidate, found.split)[1].tolist()
+    again = judge.numbers(found.candidate)[1].tolist()
     expected = evaluate(
         chain,
         tuple(bounds[1:-1]),

@@ -127,7 +127,7 @@ def best_steps(
             neighbours = pairwise(devices)
             if devices[0] or any(a == b for a, b in neighbours):
                 continue  # as another one
-            stages, messages = stage_costs(chain, cuts, 0.0, frozenset(range(n_stages)))
+            stages, messages = stage_costs(chain, cuts, 0.0)
             never = ((False,) * m,) * n_stages
             problem = OrderProblem(stages, messages, network, devices, capacity, never)
             hint = one_by_one(devices, p, m)
@@ -157,8 +157,7 @@ def test_no_named_schedule_is_shorter(name: str, loops: int) -> None:
     table = order.build(name, 4, 4, loops)
     n_stages = 4 * loops
     cuts = tuple(12 // n_stages * k for k in range(1, n_stages))
-    halved = frozenset(stage for stage, _ in table.split)
-    stages, messages = stage_costs(chain, cuts, 0.0, halved)
+    stages, messages = stage_costs(chain, cuts, 0.0)
     never = ((False,) * 4,) * n_stages
     problem = OrderProblem(stages, messages, network, table.stage_to_device, (10**6,) * 4, never)
 

@@ -192,6 +192,8 @@ def test_random_tables_against_the_naive_simulator(seed: int) -> None:
             passing_bytes=random.choice((0, 1)),
             halving_ms=random.choice((0, 1)),
             written_bytes=random.choice((0, 3)),
+            input_workspace_bytes=random.choice((2, 4)),
+            weight_workspace_bytes=random.choice((1, 3)),
         )
         for again in random.choices((0, 0, 3), k=n)
     ]
