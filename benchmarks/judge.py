@@ -39,15 +39,13 @@ class Judge:
         rows = rows_of(schedule)
         links = links_of(self.file.network, len(schedule.rows))
         places = np.array(schedule.stage_to_device)
-        split = np.zeros(schedule.n_stages, np.bool_)
-        split[[stage for stage, _ in schedule.split]] = True
         capacity = np.full(len(schedule.rows), self.file.capacity_bytes)
         arrays = tuple(self._arrays)
 
         def ranks(of: Sequence[Cuts]) -> list[Rank]:
             bounds = np.array([(0, *cuts, self.n_blocks) for cuts in of])
             over, steps_ms = _ranks(
-                bounds, schedule.n_microbatches, places, split, rows, arrays, links, capacity
+                bounds, schedule.n_microbatches, places, rows, arrays, links, capacity
             )
             return list(zip(over.tolist(), steps_ms.tolist(), strict=True))
 
@@ -55,14 +53,12 @@ class Judge:
 
 
 @compiled
-def _ranks(bounds, n_microbatches, places, split, rows, arrays, links, capacity):  # type: ignore[no-untyped-def]
+def _ranks(bounds, n_microbatches, places, rows, arrays, links, capacity):  # type: ignore[no-untyped-def]
     """Bytes over and ms of each row of `bounds`, what stages begin and end at."""
     over, steps_ms = np.zeros(len(bounds), np.int64), np.zeros(len(bounds))
     free = np.zeros(len(places))
     for k in range(len(bounds)):
-        numbers, _ = search_cut_kernel.cut(
-            bounds[k], n_microbatches, places, free, split, *arrays, *links
-        )
+        numbers, _ = search_cut_kernel.cut(bounds[k], n_microbatches, places, free, *arrays, *links)
         ran = simulate_kernel.run(
             *rows, np.empty((0, 0, 0)), np.empty(0, np.bool_), np.empty(0, np.int64), 0.0,
             *numbers, False,
