@@ -9,7 +9,6 @@ part. `fxpipe/topology.py` has the figures that plans count with.
 
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,17 +43,13 @@ class Talking(Rank):
             for _ in range(30):
                 torch.nn.functional.gelu(self._matrix @ self._matrix)
             for _ in range(messages):
-                self._sending.put(_waited(dist.isend(tensor, other, tag=0)))
+                self._sending.put(dist.isend(tensor, other, tag=0).wait)
             for work in posted:
                 work.wait()
             posted = following
         for work in posted:
             work.wait()
         return 1e3 * (time.perf_counter() - start) / TURNS
-
-
-def _waited(work: Any) -> Callable[[], object]:
-    return lambda: work.wait()
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
 A posted receive is a buffer, and what is sent to a rank that has not posted one waits where it was
 made. So each is posted as soon as its buffer makes the rank hold no more than it does at its
-fullest anyway, or a hundredth more: what its stages keep, and the messages that by the clock, each
-action taking one cycle, have come before the action that needs them.
+fullest anyway: what its stages keep, and the messages that by the clock, each action taking one
+cycle, have come before the action that needs them.
 """
 
 from collections import deque
@@ -12,10 +12,6 @@ from dataclasses import dataclass
 
 from fxpipe.runtime.messages import Item, Message, Post, Receive, Row, Send, arrivals
 from fxpipe.schedule import Action, Schedule
-
-# Of what a rank holds at its fullest: most messages are small beside it, and one that is posted
-# only when it is waited for comes half a millisecond late. Predicted peaks have room for it.
-_MORE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +109,7 @@ def _posts(queues: Sequence[deque[_Buffer]], held: Sequence[float]) -> list[list
         for k in range(buffer.here, buffer.end):
             full[k] += buffer.n_bytes
             load[k] += buffer.n_bytes if k >= buffer.due else 0
-    most = (1 + _MORE) * max(full)
+    most = max(full)
 
     def fits(buffer: _Buffer, k: int) -> bool:
         return buffer.due <= k or max(load[k : buffer.due]) + buffer.n_bytes <= most
