@@ -2,6 +2,7 @@
 
     python benchmarks/distributed.py             print the tables
     python benchmarks/distributed.py --write     and keep them in benchmarks/DISTRIBUTED.md
+    python benchmarks/distributed.py --compile   also with load(..., compile=True)
     python benchmarks/distributed.py --workloads 1 --rounds 2 --rows 16     a quick run
 
 Two gloo ranks of one thread each, on the transformer blocks, weights and batches of cpu_lanes.py.
@@ -53,15 +54,21 @@ def named(schedule: str) -> str:
     return f"fxpipe, {schedule}"
 
 
+COMPILED = named("1f1b, compiled")
+
+
 class Both(Rank):
     """A rank of both."""
 
-    def prepare_ours(self, folder: Path) -> None:
-        """Load the packages that stand in the folder."""
+    def prepare_ours(self, folder: Path, compiled: str | None) -> None:
+        """Load the packages that stand in the folder, the one of that name `compiled` too."""
         self._ours: dict[str, DistributedPipeline] = {
             named(path.name): fxpipe.load(path, distributed=True)
             for path in sorted(folder.iterdir())
         }
+        if compiled is not None:
+            pipe = fxpipe.load(folder / compiled, distributed=True, compile=True)
+            self._ours[COMPILED] = pipe
 
     def step(self, name: str) -> tuple[float, float | None]:
         if name not in self._ours:
@@ -147,12 +154,13 @@ def unet() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 def measure(
-    work: Workload, peer: Peer, rounds: int
+    work: Workload, peer: Peer, compiled: bool, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Milliseconds of each step, and bytes of the fuller rank, by who makes it."""
     model = blocks(work.hidden, work.layers)
     x, target = batch(work.hidden, work.rows, work.sequence)
-    names = [*map(named, OURS), *SCHEDULES]
+    eager = [*map(named, OURS), *SCHEDULES]
+    names = [COMPILED, *eager] if compiled else eager
 
     def plain() -> float:
         return plain_step(model, x, target, work.m)
@@ -163,13 +171,14 @@ def measure(
         for schedule in OURS:
             compile(schedule)
         peer.prepare(*work)
-        peer.ask("prepare_ours", packages)
+        peer.ask("prepare_ours", packages, "1f1b" if compiled else None)
         expected = plain()
         torch.save({name: p.grad for name, p in model.named_parameters()}, gradients)
         for name in names:
             loss = peer.step(name)[1]
             same(name, max(peer.difference(gradients), abs(loss - expected) / abs(expected)))
-    peaks = {name: max(peer.ask("peak", name)) for name in names}
+    # Only ops are counted, not what Inductor's kernels ask memory for.
+    peaks = {name: max(peer.ask("peak", name)) for name in eager}
 
     times: dict[str, list[float]] = {name: [] for name in ("plain", *names)}
     for _ in range(rounds):
@@ -228,6 +237,7 @@ def skips() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--compile", action="store_true", help="also ours through torch.compile")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--workloads", type=int, nargs="*", default=range(len(WORKLOADS)))
     parser.add_argument("--rows", type=int, help="of a batch; the workload's own if left out")
@@ -238,7 +248,7 @@ def main() -> None:
     times, peaks, goals = {}, {}, {}
     for k in options.workloads:
         work = WORKLOADS[k]._replace(**({"rows": options.rows} if options.rows else {}))
-        times[work], peaks[work] = measure(work, peer, options.rounds)
+        times[work], peaks[work] = measure(work, peer, options.compile, options.rounds)
         goals[work] = GOALS[WORKLOADS[k]]
         print(tables({work: times[work]}, SCHEDULES, goals), flush=True)
     peer.close()
@@ -248,7 +258,7 @@ def main() -> None:
         "two gloo processes of one\nthread each. Milliseconds of a training step in "
         f"{options.rounds} turns taken one after the other; plain is one thread,\nmicro-batch by "
         "micro-batch; limit is plain on two ranks with the bubble of 1F1B.\n"
-        "Made by `python benchmarks/distributed.py --write`.\n\n"
+        f"Made by `python benchmarks/distributed.py{' --compile' * options.compile} --write`.\n\n"
         f"{tables(times, SCHEDULES, goals)}\n\n"
         "What the fuller rank holds at its fullest: its parameters, and the memory of all tensors "
         "that its ops make;\nfxpipe's with copies of the micro-batches that it reads.\n\n"

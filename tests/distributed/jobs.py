@@ -52,10 +52,12 @@ def soon(holds: Callable[[], bool]) -> bool:
     return holds()
 
 
-def steps(folder: Path, name: str, m: int, batches: Sequence[int], everywhere: bool) -> str:
+def steps(
+    folder: Path, name: str, m: int, batches: Sequence[int], everywhere: bool, **settings: object
+) -> str:
     """Steps of several batch sizes, whose gradients add up; then an evaluation."""
     toy = toys.TOYS[name]
-    model, pipe = pair(folder, toy)
+    model, pipe = pair(folder, toy, **settings)
     random = name == "noisy"
     for batch in batches:
         inputs = toy.inputs(batch)
@@ -81,6 +83,17 @@ def steps(folder: Path, name: str, m: int, batches: Sequence[int], everywhere: b
         if tensor.dim() > 1:
             assert toys.same(tensor, torch.cat([part[k] for part in parts]))
     return "equal"
+
+
+def compiled_steps(folder: Path, name: str, m: int, batches: Sequence[int]) -> str:
+    """Steps of stages through torch.compile, without Inductor's kernels."""
+    compiled = nn.Module.compile
+
+    def traced(module: nn.Module, options: object) -> None:
+        compiled(module, backend="aot_eager")
+
+    with mock.patch.object(nn.Module, "compile", traced):
+        return steps(folder, name, m, batches, False, compile=True)
 
 
 def replicated(

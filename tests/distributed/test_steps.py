@@ -45,6 +45,13 @@ def test_skips_under_schedules_with_several_stages_a_rank(two, tmp_path, schedul
     assert two.run(jobs.steps, tmp_path, "skips", 4, (10, 3, 8), False) == EQUAL
 
 
+@pytest.mark.parametrize("name", ["skips", "normed", "tied"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_stages_through_torch_compile(two, tmp_path, name, checkpoint):
+    toys.write(tmp_path, toys.TOYS[name], 4, "1f1b", checkpoint, devices=(0, 1, 0, 1))
+    assert two.run(jobs.compiled_steps, tmp_path, name, 4, (8, 10)) == EQUAL
+
+
 def test_four_ranks(four, tmp_path):
     toys.write(tmp_path, toys.SKIPS, 4, "split")
     assert four.run(jobs.steps, tmp_path, "skips", 4, (10, 5), False) == ["equal"] * 4
