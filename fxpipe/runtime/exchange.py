@@ -1,8 +1,9 @@
 """What one rank sends and receives during one call, in the order of its row.
 
-Shapes are the plan's. What the plan can't know, the dtype under autocast and which gradients there
-are, each message says for itself the first time that the pipeline is called in some way; from then
-on both ends know. Only a value whose shape depends on data tells it each time.
+Shapes are the plan's. What the plan can't know, the dtype under autocast, how a value lies in
+memory, and which gradients there are, each message says for itself the first time that the pipeline
+is called in some way; from then on both ends know. Only a value whose shape depends on data tells
+it each time.
 """
 
 from collections import defaultdict, deque
@@ -23,7 +24,9 @@ from fxpipe.runtime.transport import Transport
 
 # Tags: messages of known dtype and shape, those that a header tells of, and headers.
 _KNOWN, _TOLD, _HEADER = 0, 1, 3
-_DIMS = 16
+# A header's numbers: how many follow; if any do, a dtype, a truth value, and sizes and order of the
+# dims, of which torch allows 64.
+_HEADER_SIZE = 3 + 2 * 64
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64),
     *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -32,10 +35,26 @@ DTYPES = (
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What is known of a message: its dtype, and whether the value has a gradient."""
+    """What is known of a message: its dtype, whether the value has a gradient, how it lies.
+
+    `order` are its dims from the one with the largest stride on, which is the order in which it is
+    sent: what draws random numbers like it, or convolves it, does so in that order.
+    """
 
     dtype: torch.dtype
     gradient: bool
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor, gradient: bool) -> "Layout":
+        """That of this tensor, made dense if it is not, as `torch.empty_like` makes it."""
+        strides = torch.empty_like(tensor, device="meta").stride()
+        order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+        return cls(tensor.dtype, gradient, tuple(order))
+
+    def empty(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Memory for such a message."""
+        return torch.empty_permuted(shape, self.order, dtype=self.dtype, device=device)
 
 
 # None: there is no gradient to send.
@@ -137,13 +156,12 @@ class Exchange:
         if tensor is None:
             assert layout is not None
             tensor = torch.zeros(shape, dtype=layout.dtype, device=self._device)
-        found = Layout(tensor.dtype, gradient)
-        if layout != found:
+        if layout is None or (layout.dtype, layout.gradient) != (tensor.dtype, gradient):
             raise StageError(
-                f"{message} is another one than in earlier calls: {found}, before "
-                f"{layout or 'none'}. What has a gradient must not depend on data"
+                f"{message} is another one than in earlier calls: {Layout.of(tensor, gradient)}, "
+                f"before {layout or 'none'}. What has a gradient must not depend on data"
             )
-        self._begin(message, tensor, _KNOWN)
+        self._begin(message, tensor.permute(layout.order), _KNOWN)
 
     def finish(self) -> None:
         """Return once all has been sent. Raises StoppedError if the call is stopped meanwhile."""
@@ -173,27 +191,31 @@ class Exchange:
             self._targets[message.target] = None
 
     def _tell(self, message: Message, tensor: Tensor | None, gradient: bool) -> None:
-        header = torch.zeros(3 + _DIMS, dtype=torch.int64)
-        header[0] = -1 if tensor is None else DTYPES.index(tensor.dtype)
-        header[1] = gradient
-        if tensor is not None:
-            header[2 : 3 + tensor.dim()] = torch.tensor([tensor.dim(), *tensor.shape])
+        layout = None if tensor is None else Layout.of(tensor, gradient)
+        self.learnt[message] = layout
+        told: list[int] = []
+        if tensor is not None and layout is not None:
+            told = [DTYPES.index(layout.dtype), gradient, *tensor.shape, *layout.order]
+        header = torch.zeros(_HEADER_SIZE, dtype=torch.int64)
+        header[: 1 + len(told)] = torch.tensor([len(told), *told])
         self._begin(message, header, _HEADER)
-        if tensor is not None:
+        if tensor is not None and layout is not None:
             # On the CPU too: what is known has been posted before it, and would be taken for it.
-            self._begin(message, tensor.cpu(), _TOLD)
-        self.learnt[message] = None if tensor is None else Layout(tensor.dtype, gradient)
+            self._begin(message, tensor.cpu().permute(layout.order), _TOLD)
 
     def _heard(self, message: Message, header: Tensor) -> tuple[Layout | None, Tensor | None]:
         """What follows the header."""
-        dtype, gradient, dim, *sizes = header.tolist()
-        layout = None if dtype < 0 else Layout(DTYPES[dtype], bool(gradient))
-        self.learnt[message] = layout
-        if layout is None:
+        n, *told = header.tolist()
+        if not n:
+            self.learnt[message] = None
             return None, None
-        tensor = torch.empty(sizes[:dim], dtype=layout.dtype)
+        dtype, gradient, *dims = told[:n]
+        shape, order = dims[: len(dims) // 2], dims[len(dims) // 2 :]
+        layout = Layout(DTYPES[dtype], bool(gradient), tuple(order))
+        self.learnt[message] = layout
+        tensor = layout.empty(shape, torch.device("cpu"))
         if tensor.numel():
-            self._receiving(message, tensor, _TOLD).wait()
+            self._receiving(message, tensor.permute(layout.order), _TOLD).wait()
         return layout, tensor.to(self._device)
 
     def _begun(self, message: Message) -> _Posted:
@@ -202,13 +224,15 @@ class Exchange:
             return _Posted(None, tensor, work=self._receiving(message, tensor, _KNOWN))
         shape = self._shape(message)
         if self._layouts is None or shape is None:
-            header = torch.empty(3 + _DIMS, dtype=torch.int64)
+            header = torch.empty(_HEADER_SIZE, dtype=torch.int64)
             return _Posted(None, None, header, self._receiving(message, header, _HEADER))
         layout = self._layouts[message]
         if layout is None:
             return _Posted(None)
-        tensor = torch.empty(shape, dtype=layout.dtype, device=self._device)
-        work = self._receiving(message, tensor, _KNOWN) if tensor.numel() else None
+        tensor = layout.empty(shape, self._device)
+        if not tensor.numel():
+            return _Posted(layout, tensor)
+        work = self._receiving(message, tensor.permute(layout.order), _KNOWN)
         return _Posted(layout, tensor, work=work)
 
     def _receiving(self, message: Message, tensor: Tensor, tag: int) -> Any:

@@ -476,7 +476,7 @@ TIED = Toy(
 
 
 class Noisy(nn.Module):
-    """Dropout in three ways, in three stages."""
+    """Dropout in three ways, in three stages; `q` lies in memory in another order than its dims."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -487,9 +487,10 @@ class Noisy(nn.Module):
 
     def forward(self, x):
         a = self.drop(self.a(x))
-        q = F.dropout(self.b(a), 0.4, self.training).unflatten(1, (2, 4))
+        q = F.dropout(self.b(a), 0.4, self.training).unflatten(1, (2, 4)).transpose(1, 2)
         attended = F.scaled_dot_product_attention(q, q, q, dropout_p=0.2 if self.training else 0.0)
-        return self.c(attended.flatten(1) + 0.1 * torch.rand_like(a))
+        noise = 0.1 * (torch.rand_like(a) + torch.rand_like(q).flatten(1))
+        return self.c(attended.flatten(1) + noise)
 
 
 NOISY = Toy(
@@ -516,7 +517,8 @@ NOISY = Toy(
                 self.b = nn.Linear(8, 8)
 
             def forward(self, a_1):
-                return F.dropout(self.b(a_1), 0.4, self.training).unflatten(1, (2, 4))
+                q = F.dropout(self.b(a_1), 0.4, self.training)
+                return q.unflatten(1, (2, 4)).transpose(1, 2)
             """,
             (0,),
             ("q",),
@@ -532,7 +534,8 @@ NOISY = Toy(
                 attended = F.scaled_dot_product_attention(
                     q, q, q, dropout_p=0.2 if self.training else 0.0
                 )
-                return self.c(attended.flatten(1) + 0.1 * torch.rand_like(a_1))
+                noise = 0.1 * (torch.rand_like(a_1) + torch.rand_like(q).flatten(1))
+                return self.c(attended.flatten(1) + noise)
             """,
             (1, 0),
             ("y",),
