@@ -191,7 +191,8 @@ def spliced(folder: Path, m: int) -> str:
     }
     plain = Branching().double()
     plain.load_state_dict(everything(pipe))
-    optimizers = [torch.optim.AdamW(each.parameters(), 0.05) for each in (model, plain)]
+    # Before batch norm a bias gets rounding for a gradient, of which a small eps makes a step.
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.05, eps=1e-3) for each in (model, plain)]
     runner = Runner(m)
 
     def closure(x: Tensor, run: nn.Module, share: float) -> Tensor:
