@@ -109,6 +109,8 @@ def measure(name: str, cases: list[Case], steps: int) -> list[Row]:
             kwargs=made.given,
             devices=["cpu"] * case.lanes,
             microbatches=MICROBATCHES,
+            loss_fn=made.loss,
+            target=made.target,
             schedule=case.schedule,
             checkpoint=case.checkpoint,
             profile=profile,

@@ -159,6 +159,7 @@ def _manifest(
             memory_of(plan.estimate.memory),
             tuple(map(str, plan.estimate.critical)),
             capacity_bytes,
+            profile.loss.ms if profile.loss else 0.0,
         ),
         solver=plan.solver,
         gap=plan.gap,

@@ -15,7 +15,7 @@ from fxpipe import view
 from fxpipe.comparison import PEAK, STEP, Figure, compare, figures
 from fxpipe.errors import InputError
 from fxpipe.loss import loss_of, own_loss
-from fxpipe.report import devices_text
+from fxpipe.report import devices_text, ms_text
 from fxpipe.runtime import Pipeline, load
 from fxpipe.runtime.manifest import Manifest, TensorSpec
 from fxpipe.runtime.stream import Devices, synchronize
@@ -65,7 +65,7 @@ def bench(
         predicted[key] = peak.predicted_bytes
         if peak.measured_bytes is not None:
             measured[0][key] = peak.measured_bytes
-    notes = tuple(_notes(pipe, expected, traces[0]))
+    notes = tuple(_notes(pipe, expected, traces[0], target))
     return Bench(steps, compare(predicted, measured), notes)
 
 
@@ -135,7 +135,15 @@ def _traced(pipe: Pipeline, run: Callable[[], object], file: Path) -> View:
     return view.measured(pipe.manifest, file)
 
 
-def _notes(pipe: Pipeline, expected: View, ran: View) -> Iterator[str]:
+def _notes(pipe: Pipeline, expected: View, ran: View, target: Target | None) -> Iterator[str]:
+    planned_ms = pipe.manifest.estimate.loss_ms
+    if target is None and planned_ms:
+        yield (
+            f"the loss was a mean of the outputs, predicted is one of {ms_text(planned_ms)}: give "
+            "the TARGET it is of"
+        )
+    if target is not None and target.loss is not None and not planned_ms:
+        yield "the package was planned without a loss"
     compiled, here = pipe.manifest.devices, tuple(map(str, pipe.devices))
     if here != compiled:
         yield f"ran on {devices_text(here)}, predicted for {devices_text(compiled)}"

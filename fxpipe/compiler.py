@@ -13,6 +13,7 @@ from fxpipe.capacity import capacities
 from fxpipe.capture import capture as capture_model
 from fxpipe.capture import flat_inputs
 from fxpipe.codegen.emit import emit
+from fxpipe.criterion import Criterion
 from fxpipe.errors import CaptureError, PlanError
 from fxpipe.ir import GIVEN, Capture, Chain, CheckpointMode, Network, Plan, Profile
 from fxpipe.optimizer import Optimizer, optimizer_of
@@ -26,6 +27,7 @@ from fxpipe.passes.profile import profile as profile_ops
 from fxpipe.passes.search_named import candidate, named_candidates
 from fxpipe.passes.search_plan import LOOPS, TIME_LIMIT_S, search
 from fxpipe.passes.search_plan import NAME as AUTO
+from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.manifest import OptimizerSpec
 from fxpipe.runtime.stream import Device, Devices, parse_devices
 from fxpipe.schedule import Schedule
@@ -46,6 +48,8 @@ def compile(
     *,
     devices: Devices,
     microbatches: int | str,
+    loss_fn: LossFn | None = None,
+    target: Any = None,
     schedule: str | Schedule = "1f1b",
     loops: int | None = None,
     checkpoint: str = "never",
@@ -64,6 +68,8 @@ def compile(
 
     `args` and `kwargs` hold one whole batch (dimension 0), which is cut into `microbatches`; with
     `"auto"`, into as many as one, two or four times the devices, whichever is planned shortest.
+    What `pipe.step` will be given, `loss_fn` and a batch's `target`, is planned for too; without
+    it the loss is taken to cost nothing.
     `devices` is a count, a list, or text such as `"cuda:0,cuda:1"`, `"cpu*4"` and `"cuda:0/4"`.
     `schedule` is gpipe, 1f1b, zb-h1, zb-h2, zb-v, interleaved, bfs or a member of Pfeife's family
     such as `"pfeife:B_l=4,B_f=2"`; `loops`, the stages a device, are 2 under zb-v, interleaved and
@@ -114,7 +120,9 @@ def compile(
     for count in [count for count in counts if count <= captured.batch] or counts[:1]:
         with line("profile"):
             inputs = flat_inputs(model, args, kwargs or {})
-            priced = _priced(captured, model, inputs, profile, count, lanes)
+            # What comes after a part of the model is no loss.
+            trained_by = None if part is not None else loss_fn
+            priced = _priced(captured, model, inputs, profile, count, lanes, trained_by, target)
             links = network or priced.network
             if network is not None and priced.on_processors:
                 links = between_processors(network)
@@ -238,15 +246,18 @@ def measure(
     *,
     devices: Devices,
     microbatches: int,
+    loss_fn: LossFn | None = None,
+    target: Any = None,
     profile: str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Profile:
-    """What `compile` plans by: the costs of each op of `model` and the links between `devices`.
+    """What `compile` plans by: the costs of `model`'s ops, the loss, and the links of `devices`.
 
     They are measured here, or, with `profile` such as `analytic:h100`, worked out for that device.
     """
     line = _Line(progress)
-    return _costed(model, args, kwargs or {}, devices, microbatches, profile, line)[1]
+    given = args, kwargs or {}
+    return _costed(model, *given, devices, microbatches, loss_fn, target, profile, line)[1]
 
 
 def chained(
@@ -256,12 +267,15 @@ def chained(
     *,
     devices: Devices,
     microbatches: int,
+    loss_fn: LossFn | None = None,
+    target: Any = None,
     profile: Profile | str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[Chain, Profile]:
     """What `compile` plans: the chain of `model`'s blocks, and the costs that are in it."""
     line = _Line(progress)
-    captured, found = _costed(model, args, kwargs or {}, devices, microbatches, profile, line)
+    given = args, kwargs or {}
+    captured, found = _costed(model, *given, devices, microbatches, loss_fn, target, profile, line)
     with line("linearize"):
         return linearize(captured, found), found
 
@@ -272,6 +286,8 @@ def _costed(
     kwargs: Mapping[str, Any],
     devices: Devices,
     microbatches: int,
+    loss_fn: LossFn | None,
+    target: Any,
     profile: Profile | str | None,
     line: "_Line",
 ) -> tuple[Capture, Profile]:
@@ -282,7 +298,9 @@ def _costed(
         captured = capture_model(model, args, kwargs)
     with line("profile"):
         inputs = flat_inputs(model, args, kwargs)
-        return captured, _priced(captured, model, inputs, profile, microbatches, lanes)
+        return captured, _priced(
+            captured, model, inputs, profile, microbatches, lanes, loss_fn, target
+        )
 
 
 def _priced(
@@ -292,14 +310,22 @@ def _priced(
     profile: Profile | str | None,
     microbatches: int,
     devices: Sequence[Device],
+    loss_fn: LossFn | None,
+    target: Any,
 ) -> Profile:
     """The given profile if it fits, or one as asked for."""
+    if isinstance(profile, Profile):
+        check_profile(profile, capture, microbatches)
+        return profile
+    criterion = None
+    if loss_fn is not None:
+        criterion = Criterion.of(capture, loss_fn, target, microbatches)
+    given = capture, model, inputs
     if profile is None:
-        return profile_ops(capture, model, inputs, n_microbatches=microbatches, devices=devices)
-    if isinstance(profile, str):
-        return analytic(capture, model, inputs, n_microbatches=microbatches, device=profile)
-    check_profile(profile, capture, microbatches)
-    return profile
+        return profile_ops(
+            *given, n_microbatches=microbatches, devices=devices, criterion=criterion
+        )
+    return analytic(*given, n_microbatches=microbatches, device=profile, criterion=criterion)
 
 
 class _Line:

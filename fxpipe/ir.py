@@ -137,6 +137,14 @@ class OpCost:
 
 
 @dataclass(frozen=True, slots=True)
+class LossCost:
+    """What a micro-batch's loss takes, up to its gradient, and makes at its fullest."""
+
+    ms: float
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """Time of one message between two devices: latency_ms + bytes / bytes_per_ms.
 
@@ -175,7 +183,7 @@ class Profile:
     """Costs by op, the links between devices, and how they were got.
 
     `capacity_bytes` is what one device holds. `batch` is the micro-batch's rows. An action takes
-    `action_ms` besides its ops.
+    `action_ms` besides its ops. `loss` is what the training loss costs, where it is known.
     """
 
     costs: Mapping[str, OpCost]
@@ -186,6 +194,7 @@ class Profile:
     fingerprint: str
     origin: str = "measured"
     action_ms: float = 0.0
+    loss: LossCost | None = None
 
     @property
     def on_processors(self) -> bool:

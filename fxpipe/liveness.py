@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from fxpipe.ir import Capture, OpCost
 
-# A loss such as cross entropy makes three tensors like the output at once: its logarithms, their
-# gradient and the output's.
+# What a loss that was not measured makes: one such as cross entropy has three tensors like the
+# output at once, its logarithms, their gradient and the output's.
 _LOSS_TENSORS = 3
 
 
@@ -23,11 +23,16 @@ class Needed(NamedTuple):
 
 
 def workspaces(
-    capture: Capture, costs: Mapping[str, OpCost], order: Sequence[str], batch: int
+    capture: Capture,
+    costs: Mapping[str, OpCost],
+    order: Sequence[str],
+    batch: int,
+    loss_bytes: int | None = None,
 ) -> dict[str, Needed]:
     """For each op, in this order: bytes on top of what ops up to it have saved.
 
-    A result that leaves the model counts for the last op, together with what a loss makes of it.
+    A result that leaves the model counts for the last op, together with the `loss_bytes` that a
+    loss makes of it.
     """
     place = {name: k for k, name in enumerate(order)}
     end = len(order)
@@ -65,10 +70,11 @@ def workspaces(
         forward = waiting + max(0, cost.workspace_bytes - new)
         needed[name] = Needed(forward, arriving + cost.backward_bytes)
     result = [storage for storage in outputs & trained if storage in sizes]
-    loss = sum(sizes[storage] * _LOSS_TENSORS for storage in result)
-    loss += sum(sizes[storage] for storage in result if storage not in kept_from)
+    if loss_bytes is None:
+        loss_bytes = sum(sizes[storage] * _LOSS_TENSORS for storage in result)
+    loss_bytes += sum(sizes[storage] for storage in result if storage not in kept_from)
     last_op = needed[order[-1]]
-    needed[order[-1]] = last_op._replace(forward_bytes=max(last_op.forward_bytes, loss))
+    needed[order[-1]] = last_op._replace(forward_bytes=max(last_op.forward_bytes, loss_bytes))
     return needed
 
 

@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -96,6 +101,11 @@ def faked(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator["Faked
     finally:
         for held, name, tensor in kept:
             held[name] = tensor
+
+
+def wants_numbers(error: BaseException | None) -> bool:
+    """Whether something failed on fake tensors because it looks at the numbers they don't have."""
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
 
 
 class Faked:

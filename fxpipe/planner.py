@@ -89,6 +89,8 @@ def model_question(
             inputs.kwargs,
             devices=lanes,
             microbatches=m,
+            loss_fn=loaded.loss,
+            target=loaded.targets(batch),
             profile=costs,
             progress=progress,
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from fxpipe.devices import PREFIX, device_named
 from fxpipe.errors import InputError
-from fxpipe.ir import Link, Network, OpCost, Profile
+from fxpipe.ir import Link, LossCost, Network, OpCost, Profile
 
 
 def costs_of(text: str) -> Profile | str:
@@ -39,6 +39,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
                 for (source, target), link in profile.network.pairs.items()
             },
         },
+        "loss": None if profile.loss is None else dataclasses.asdict(profile.loss),
     }
     Path(path).write_text(json.dumps(data, indent=1) + "\n")
 
@@ -49,6 +50,7 @@ def load_profile(path: str | Path) -> Profile:
         data = json.loads(Path(path).read_text())
         data["costs"] = {name: _cost(name, cost) for name, cost in data["costs"].items()}
         data["network"] = _network(data["network"])
+        data["loss"] = _loss(data.get("loss"))
         profile = Profile(**data)
         for what in ("capacity_bytes", "batch"):
             if _number(what, getattr(profile, what)) < 1:
@@ -82,6 +84,16 @@ def _cost(op: str, data: dict[str, Any]) -> OpCost:
             f"{cost.weight_gradient_ms}"
         )
     return cost
+
+
+def _loss(data: dict[str, Any] | None) -> LossCost | None:
+    """Of a file that an earlier version wrote, none."""
+    if data is None:
+        return None
+    loss = LossCost(**data)
+    for what, value in data.items():
+        _not_negative(f"{what} of the loss", value)
+    return loss
 
 
 def _network(data: dict[str, Any]) -> Network:

@@ -32,6 +32,7 @@ def package_json(manifest: Manifest, edits: Edits) -> dict[str, Any]:
         "optimizer": {"text": manifest.optimizer.text, "factor": manifest.optimizer.factor},
         "step_ms": manifest.estimate.step_ms,
         "bubble": manifest.estimate.bubble,
+        "loss_ms": manifest.estimate.loss_ms,
         "stages": [
             {
                 "stage": j,
@@ -156,10 +157,11 @@ def _values(manifest: Manifest) -> Table:
 def _step(manifest: Manifest) -> str:
     estimate = manifest.estimate
     gap = "" if manifest.gap is None else f", gap {manifest.gap:.1%}"
+    loss = f"loss {ms_text(estimate.loss_ms)}" if estimate.loss_ms else "no loss"
     return (
         f"[bold]predicted step {ms_text(estimate.step_ms)}, bubble {estimate.bubble:.0%}[/bold]; "
         f"solver {manifest.solver}{gap}\n"
-        f"times {escape(manifest.profile)}; "
+        f"times {escape(manifest.profile)}, {loss}; "
         f"graph {escape(_checked(manifest.checked))}\n"
         f"memory planned for {escape(manifest.optimizer.text)}\n"
         "[dim]forward, backward and bytes are of one micro-batch; peak memory is the device's "

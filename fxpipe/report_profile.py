@@ -26,6 +26,7 @@ def profile_json(profile: Profile) -> dict[str, Any]:
         "backward_ms": sum(cost.backward_ms for cost in costs),
         "weight_gradient_ms": sum(cost.weight_gradient_ms for cost in costs),
         "saved_bytes": sum({k: size for cost in costs for k, size in cost.saved}.values()),
+        "loss_ms": profile.loss.ms if profile.loss else None,
         "capacity_bytes": profile.capacity_bytes,
         "links": [{"between": list(ends), **_link_json(link)} for ends, link in links],
     }
@@ -48,6 +49,9 @@ def profile_table(profile: Profile) -> RenderableType:
             bytes_text(sum(size for _, size in cost.saved)),
             bytes_text(cost.workspace_bytes),
         )
+    if profile.loss is not None:
+        loss = profile.loss
+        ops.add_row("the loss", "", ms_text(loss.ms), "", "", bytes_text(loss.workspace_bytes))
     links = new_table("link", "latency", "bandwidth")
     links.columns[0].justify = "left"
     for link in facts["links"]:

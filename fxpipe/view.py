@@ -98,7 +98,9 @@ def predicted(manifest: Manifest) -> View:
     return View(
         "predicted",
         manifest.devices,
-        tuple(sorted([*events, *_recomputed(manifest, events)], key=_time)),
+        tuple(
+            sorted([*events, *_losses(manifest, events), *_recomputed(manifest, events)], key=_time)
+        ),
         # Of changes at one moment the last: what is let go of comes before what is taken.
         tuple(tuple(dict(changes).items()) for changes in memory),
         estimate.critical,
@@ -147,8 +149,22 @@ def _events(found: list[dict[str, Any]], process: int, n_lanes: int) -> list[Eve
     ]
 
 
+def _losses(manifest: Manifest, events: list[Event]) -> Iterator[Event]:
+    """What the last stage's backwards are planned to begin with."""
+    last, loss_ms = len(manifest.stages) - 1, manifest.estimate.loss_ms
+    for event in events:
+        action = Action.parse(event.name)
+        if loss_ms and action.stage == last and action.kind.sends_back:
+            name, end_ms = f"loss {action.microbatch}", event.start_ms + loss_ms
+            yield Event(event.lane, name, LOSS, event.start_ms, end_ms)
+
+
 def _recomputed(manifest: Manifest, events: list[Event]) -> Iterator[Event]:
-    """What backwards take longer than the stage's backward does: its forward, run again first."""
+    """What backwards take longer than the stage's backward does: its forward, run again first.
+
+    On the last stage, behind the loss.
+    """
+    last = len(manifest.stages) - 1
     taken: dict[tuple[int, int], float] = {}
     actions = [(Action.parse(event.name), event) for event in events]
     for action, event in actions:
@@ -161,8 +177,9 @@ def _recomputed(manifest: Manifest, events: list[Event]) -> Iterator[Event]:
             again_ms = taken[action.stage, action.microbatch] - stage.backward_ms
             if again_ms > _ROUNDING_MS:
                 name = f"again {action.stage}F{action.microbatch}"
-                end_ms = event.start_ms + again_ms
-                yield Event(event.lane, name, RECOMPUTE, event.start_ms, end_ms)
+                start_ms = event.start_ms
+                start_ms += manifest.estimate.loss_ms if action.stage == last else 0.0
+                yield Event(event.lane, name, RECOMPUTE, start_ms, start_ms + again_ms)
 
 
 def _rounded(event: Event) -> tuple[int, str, float, float]:

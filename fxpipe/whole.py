@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from fxpipe.criterion import Criterion, Outputs
 from fxpipe.ir import Capture
 from fxpipe.runtime.lanes import Lanes
 from fxpipe.runtime.split import SplitBackward
@@ -31,24 +32,32 @@ class Whole(NamedTuple):
     """Milliseconds of a forward, and of a backward that adds to the gradients, in one or halved.
 
     Halves are infinitely long where an op does not allow them, as torch's reentrant checkpoint.
+    The loss comes between the two, where there is one.
     """
 
     forward_ms: float
     backward_ms: float
     halves_ms: float
+    loss_ms: float
 
 
-def whole_ms(capture: Capture, given: Sequence[Tensor], devices: Sequence[Device]) -> Whole:
+def whole_ms(
+    capture: Capture,
+    given: Sequence[Tensor],
+    devices: Sequence[Device],
+    criterion: Criterion | None = None,
+) -> Whole:
     """The medians of several turns on one lane."""
     all_busy, over = threading.Barrier(len(devices)), threading.Event()
     times: list[Whole] = []
 
     def begun(keeps_gradients: bool) -> _Twin:
         try:
-            twin = _Twin(capture, given)
+            twin = _Twin(capture, given, criterion)
             if not keeps_gradients:
                 twin.drop_gradients()
             twin.forward_ms()
+            twin.loss_ms()
             twin.backward_ms()
         finally:
             all_busy.wait()
@@ -60,9 +69,11 @@ def whole_ms(capture: Capture, given: Sequence[Tensor], devices: Sequence[Device
             for _ in range(_BETWEEN):
                 twin.forward_ms()
             for _ in range(_REPEATS):
-                forward_ms, backward_ms = twin.forward_ms(), twin.backward_ms()
+                forward_ms, loss_ms = twin.forward_ms(), twin.loss_ms()
+                backward_ms = twin.backward_ms()
                 twin.forward_ms()
-                times.append(Whole(forward_ms, backward_ms, twin.halves_ms()))
+                twin.loss_ms()
+                times.append(Whole(forward_ms, backward_ms, twin.halves_ms(), loss_ms))
         finally:
             over.set()
 
@@ -70,6 +81,7 @@ def whole_ms(capture: Capture, given: Sequence[Tensor], devices: Sequence[Device
         twin = begun(keeps_gradients=False)
         while not over.is_set():
             twin.forward_ms()
+            twin.loss_ms()
             twin.backward_ms()
 
     Lanes(devices).run([measured, *[beside] * (len(devices) - 1)], over.set)
@@ -79,8 +91,11 @@ def whole_ms(capture: Capture, given: Sequence[Tensor], devices: Sequence[Device
 class _Twin:
     """The graph with parameters of its own that share the model's memory, and its own buffers."""
 
-    def __init__(self, capture: Capture, given: Sequence[Tensor]) -> None:
+    def __init__(
+        self, capture: Capture, given: Sequence[Tensor], criterion: Criterion | None
+    ) -> None:
         self._given = given
+        self._criterion = criterion
         read = {str(node.target) for node in capture.graph.find_nodes(op="get_attr")}
         tensors = {name: tensor for name, tensor in capture.state.items() if name in read}
         held = [
@@ -92,8 +107,9 @@ class _Twin:
         # Copies of what is known are those: so modules and state share each parameter.
         modules, state = copy.deepcopy((dict(capture.modules), tensors), known)
         self._run = straight(capture, modules, state)
-        # The outputs that have a gradient, and what could be a stage's input.
-        self._in_flight: deque[tuple[list[Tensor], Tensor | None]] = deque()
+        # The outputs, and what could be a stage's input.
+        self._in_flight: deque[tuple[Outputs, Tensor | None]] = deque()
+        self._gradients: list[Tensor | None] = []  # of the oldest one's outputs
 
     def drop_gradients(self) -> None:
         """Hold no gradients: only one lane's worth of them is there."""
@@ -106,28 +122,49 @@ class _Twin:
         start = time.perf_counter()
         outputs, first = self._run(*(tensor.clone() for tensor in self._given))
         ms = 1e3 * (time.perf_counter() - start)
-        self._in_flight.append(([o for o in outputs if o is not None and o.requires_grad], first))
+        self._in_flight.append((outputs, first))
         return ms
 
-    def backward_ms(self) -> float:
-        """Milliseconds of the oldest micro-batch's backward."""
-        outputs, _ = self._in_flight.popleft()
+    def loss_ms(self) -> float:
+        """Milliseconds of the oldest micro-batch's loss; without a criterion, of mere ones."""
+        outputs, _ = self._in_flight[0]
         start = time.perf_counter()
-        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        if self._criterion is None:
+            self._gradients = [
+                torch.ones_like(output) if output is not None and output.requires_grad else None
+                for output in outputs
+            ]
+        else:
+            self._gradients = self._criterion.gradients(outputs)
+        return 1e3 * (time.perf_counter() - start)
+
+    def backward_ms(self) -> float:
+        """Milliseconds of the oldest micro-batch's backward, behind its loss."""
+        outputs, gradients, _ = self._oldest()
+        start = time.perf_counter()
+        torch.autograd.backward(outputs, gradients)
         return 1e3 * (time.perf_counter() - start)
 
     def halves_ms(self) -> float:
         """Milliseconds of the oldest micro-batch's backward in halves."""
-        outputs, first = self._in_flight.popleft()
+        outputs, gradients, first = self._oldest()
         start = time.perf_counter()
         edges = [get_gradient_edge(output) for output in outputs]
         try:
-            split = SplitBackward(edges, [torch.ones_like(output) for output in outputs])
+            split = SplitBackward(edges, gradients)
             split.input_gradients([get_gradient_edge(first)] if first is not None else [])
             split.weight_gradients()
         except RuntimeError:
             return math.inf
         return 1e3 * (time.perf_counter() - start)
+
+    def _oldest(self) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+        """What it leaves behind: the outputs that have gradients, these, and its first value."""
+        outputs, first = self._in_flight.popleft()
+        both = zip(outputs, self._gradients, strict=True)
+        pairs = [(output, g) for output, g in both if output is not None and g is not None]
+        self._gradients = []
+        return [output for output, _ in pairs], [g for _, g in pairs], first
 
 
 def _leaf(parameter: nn.Parameter) -> nn.Parameter:

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from fxpipe.criterion import Criterion
 from fxpipe.devices import device_named
+from fxpipe.errors import StageError
 from fxpipe.interpret import DTYPE, TRAINING, run_graph, untouched
 from fxpipe.ir import Capture, Network, Profile
-from fxpipe.memory import faked
+from fxpipe.memory import faked, wants_numbers
 from fxpipe.meter import Meter, first_microbatch
 from fxpipe.roofline import Roofline
 
@@ -24,14 +26,19 @@ def analytic(
     *,
     n_microbatches: int,
     device: str,
+    criterion: Criterion | None = None,
 ) -> Profile:
-    """What each op of the graph costs on one micro-batch of `inputs` on `device`.
+    """What each op of the graph, and the loss, costs on one micro-batch of `inputs` on `device`.
 
-    `device` is text such as `analytic:h100`. Raises DeviceError if there is none of that name, and
-    InputError if there are more micro-batches than rows, or if the model does not take so few.
+    `device` is text such as `analytic:h100`. Of a loss that looks at numbers nothing is known.
+    Raises DeviceError if there is no device of that name, InputError if there are more
+    micro-batches than rows, or if the model does not take so few; as a step does, if the criterion
+    is none.
     """
     described = device_named(device)
-    meter = Meter(capture, torch.device("cpu"), Roofline(described))
+    cpu, clock = torch.device("cpu"), Roofline(described)
+    meter = Meter(capture, cpu, clock)
+    loss = None
     with (
         first_microbatch(capture, inputs, n_microbatches) as given,
         untouched(model, capture.state),
@@ -41,7 +48,13 @@ def analytic(
         model.train()
         state = {name: fake(tensor) for name, tensor in capture.state.items()}
         attributes = {**state, TRAINING: True, DTYPE: capture.dtype}
-        run_graph(capture.graph, capture.modules, attributes, [*map(fake, given)], meter)
+        outputs = run_graph(capture.graph, capture.modules, attributes, [*map(fake, given)], meter)
+        if criterion is not None:
+            try:
+                loss = criterion.moved(fake).cost(outputs, clock, cpu)
+            except StageError as error:
+                if not wants_numbers(error.__cause__):
+                    raise
     return Profile(
         costs=meter.costs,
         network=Network(described.link),
@@ -50,4 +63,5 @@ def analytic(
         batch=-(-capture.batch // n_microbatches),
         fingerprint=capture.fingerprint,
         origin=device,
+        loss=loss,
     )

@@ -5,6 +5,7 @@ a tuple and those who unpack it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import networkx as nx
@@ -175,11 +176,17 @@ def _chain(capture: Capture, profile: Profile, blocks: Sequence[Sequence[str]]) 
             n_bytes = spec.bytes({**capture.sizes, "batch": profile.batch})
             values.append(Value(name, n_bytes, producer, consumers, spec.requires_grad))
     order = [name for block in blocks for name in block]
-    needed = workspaces(capture, profile.costs, order, profile.batch)
+    loss = profile.loss
+    needed = workspaces(
+        capture, profile.costs, order, profile.batch, loss.workspace_bytes if loss else None
+    )
+    *others, last = (
+        _block(capture, profile, [nodes[name] for name in block], needed) for block in blocks
+    )
+    # The loss is taken as the last forward ends, but it is not computed again where that is.
+    last = replace(last, backward_ms=last.backward_ms + (loss.ms if loss else 0.0))
     return Chain(
-        blocks=tuple(
-            _block(capture, profile, [nodes[name] for name in block], needed) for block in blocks
-        ),
+        blocks=(*others, last),
         values=tuple(values),
         cuttable=(True,) * len(blocks),
         divides=tuple(_divides(capture, nodes, blocks)),

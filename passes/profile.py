@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.criterion import Criterion
 from fxpipe.interpret import DTYPE, TRAINING, run_graph, untouched
-from fxpipe.ir import Capture, OpCost, Profile
+from fxpipe.ir import Capture, LossCost, OpCost, Profile
 from fxpipe.links import measure_network
 from fxpipe.meter import Meter, backward_ms, first_microbatch
 from fxpipe.overhead import action_ms
@@ -37,11 +38,13 @@ def profile(
     *,
     n_microbatches: int,
     devices: Sequence[Device],
+    criterion: Criterion | None = None,
 ) -> Profile:
-    """Run the graph on one micro-batch of `inputs` and measure each kind of op in it.
+    """Run the graph on one micro-batch of `inputs` and measure each kind of op, and the loss.
 
     Times are those of `devices[0]`, with the threads that one lane has. Raises InputError if there
-    are more micro-batches than rows, or if the model does not take so few.
+    are more micro-batches than rows, or if the model does not take so few; as a step does, if the
+    criterion is none.
     """
     device = place(devices[0])
     threads = torch.get_num_threads()
@@ -54,17 +57,21 @@ def profile(
         ):
             given = [tensor.to(device) for tensor in microbatch]
             model.train()
+            if criterion is not None:
+                criterion = criterion.moved(lambda tensor: tensor.to(device))
             overhead_ms = 0.0  # of the host, which runs ahead of other devices
             if device.type != "cpu":  # there the whole model may not fit
-                costs = _measure(capture, given, device)
+                costs, loss = _measure(capture, given, device, criterion)
             else:
-                spells = [whole_ms(capture, given, devices)]
-                costs = _measure(capture, given, device)
-                spells.append(whole_ms(capture, given, devices))
+                spells = [whole_ms(capture, given, devices, criterion)]
+                costs, loss = _measure(capture, given, device, criterion)
+                spells.append(whole_ms(capture, given, devices, criterion))
                 overhead_ms = action_ms(sum(place(lane).type == "cpu" for lane in devices))
-                spells.append(whole_ms(capture, given, devices))
+                spells.append(whole_ms(capture, given, devices, criterion))
                 # What else a machine does comes in spells: of three, one that is slow says nothing.
-                costs = _scaled(costs, Whole(*map(statistics.median, zip(*spells, strict=True))))
+                whole = Whole(*map(statistics.median, zip(*spells, strict=True)))
+                costs = _scaled(costs, whole)
+                loss = loss and dataclasses.replace(loss, ms=whole.loss_ms)
     finally:
         torch.set_num_threads(threads)
     return Profile(
@@ -75,17 +82,23 @@ def profile(
         batch=-(-capture.batch // n_microbatches),
         fingerprint=capture.fingerprint,
         action_ms=overhead_ms,
+        loss=loss,
     )
 
 
-def _measure(capture: Capture, given: Sequence[Tensor], device: torch.device) -> dict[str, OpCost]:
+def _measure(
+    capture: Capture,
+    given: Sequence[Tensor],
+    device: torch.device,
+    criterion: Criterion | None,
+) -> tuple[dict[str, OpCost], LossCost | None]:
     clock = StopWatch(device)
     tiny = torch.ones(1, device=device, requires_grad=True)
     meter = Meter(capture, device, clock, engine_ms=backward_ms(clock, tiny + 0, [tiny]))
     attributes = {**capture.state, TRAINING: True, DTYPE: capture.dtype}
     state, modules = _Moved(attributes, device), _Moved(capture.modules, device)
-    run_graph(capture.graph, modules, state, [tensor.clone() for tensor in given], meter)
-    return meter.costs
+    outputs = run_graph(capture.graph, modules, state, [tensor.clone() for tensor in given], meter)
+    return meter.costs, criterion.cost(outputs, clock, device) if criterion else None
 
 
 def _scaled(costs: Mapping[str, OpCost], whole: Whole) -> dict[str, OpCost]:

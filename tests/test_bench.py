@@ -61,3 +61,14 @@ def test_it_says_where_the_two_sides_are_not_of_one_thing(tmp_path, monkeypatch)
         "ran on 4 CPU lanes, predicted for cuda:6, cuda:7, cuda:8, cuda:9",
         "schedule.csv was edited: what is predicted is the schedule that was compiled",
     )
+
+
+def test_it_says_where_the_loss_is_not_the_one_that_was_planned(tmp_path):
+    folder = planned(tmp_path)
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["estimate"]["loss_ms"] = 0.25
+    (folder / "plan.json").write_text(json.dumps(plan))
+    found = bench(folder, steps=1)
+    (note,) = found.notes
+    assert note.startswith("the loss was a mean of the outputs, predicted is one of 0.25 ms")
+    assert named(found)["all stages", "loss"][0] == 4 * 0.25

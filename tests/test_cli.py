@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -297,7 +298,10 @@ def test_analytic_costs_build_without_memory_and_say_so():
     done = compiled_into("out", "--profile", "analytic:h100")
     assert done.exit_code == 0, done.output
     assert "building without memory" in done.stderr
-    assert "times analytic:h100; graph equal to the model in train and eval, by" in done.stdout
+    assert (
+        "times analytic:h100, no loss; graph equal to the model in train and eval, by"
+        in done.stdout
+    )
     assert run("verify", "out", "net.py").exit_code == 0
 
 
@@ -418,3 +422,40 @@ def test_optimizer_memory_and_topology():
 def test_wrong_optimizer_memory_or_topology(option, text, says):
     arguments = ("--devices", "cpu*2", "-o", "out", "--profile", "analytic:cpu", option, text)
     assert says in refused("compile", write(), *arguments)
+
+
+LOSS = """
+
+def targets(batch):
+    return torch.zeros(batch, 2)
+
+
+def loss(output, target):
+    return F.mse_loss(output, target)
+"""
+
+
+def test_the_loss_of_a_target_is_planned_for():
+    def facts_of(command: str, *options: object) -> dict[str, Any]:
+        target = write(MODEL + LOSS)
+        return json.loads(run(command, target, "--devices", 2, *options, "--json").stdout)
+
+    worked_out = "--profile", "analytic:h100"
+    loss_ms = facts_of("compile", *worked_out, "-o", "out")["loss_ms"]
+    assert 0 < loss_ms < 1
+    assert "times analytic:h100, loss 0." in run("inspect", "out").stdout
+    assert facts_of("profile", *worked_out, "-o", "costs.json")["loss_ms"] == loss_ms
+    assert facts_of("compile", "--profile", "costs.json", "-o", "out")["loss_ms"] == loss_ms
+    with_loss = facts_of("plan", *worked_out, "--schedule", "1f1b")["step_ms"]
+    write(MODEL)
+    without = json.loads(
+        run("plan", "net.py", "--devices", 2, *worked_out, "--schedule", "1f1b", "--json").stdout
+    )
+    assert with_loss > without["step_ms"]
+
+
+def test_a_loss_that_fails_is_told_before_anything_is_written():
+    target = write(MODEL + LOSS.replace("F.mse_loss(output, target)", "target[0, 0, 0]"))
+    says = refused("compile", target, "--devices", 2, "-o", "out")
+    assert "loss_fn failed on micro-batch 0: IndexError" in says
+    assert not Path("out").exists()

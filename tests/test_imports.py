@@ -22,6 +22,7 @@ BASE = (
 )
 HELPERS = (
     "fxpipe.counted",
+    "fxpipe.criterion",
     "fxpipe.devices",
     "fxpipe.difference",
     "fxpipe.interpret",
@@ -59,6 +60,7 @@ RULES = {
         (
             *BASE,
             "fxpipe.counted",
+            "fxpipe.criterion",
             "fxpipe.devices",
             "fxpipe.interpret",
             "fxpipe.memory",

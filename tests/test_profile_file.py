@@ -2,11 +2,12 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from fxpipe.errors import InputError
-from fxpipe.ir import Link, Network, OpCost, Profile
+from fxpipe.ir import Link, LossCost, Network, OpCost, Profile
 from fxpipe.profile_file import load_profile, save_profile
 
 PROFILE = Profile(
@@ -16,12 +17,19 @@ PROFILE = Profile(
     capacity_bytes=2**30,
     batch=2,
     fingerprint="f",
+    loss=LossCost(0.5, 64),
 )
 
 
 def test_profiles_come_back_from_their_file(tmp_path):
     save_profile(PROFILE, tmp_path / "costs.json")
     assert load_profile(tmp_path / "costs.json") == PROFILE
+
+
+def test_a_profile_may_know_of_no_loss(tmp_path):
+    without = replace(PROFILE, loss=None)
+    save_profile(without, tmp_path / "costs.json")
+    assert load_profile(tmp_path / "costs.json") == without
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[]", '{"costs": {"a": 1}}'])
@@ -42,6 +50,7 @@ def test_a_file_that_is_no_profile_is_refused(text, tmp_path):
         (("network", "pairs", "0>1", "bytes_per_ms"), 0, "bandwidth of the link 0>1 is 0"),
         (("network", "link", "latency_ms"), -1, "latency of the link is -1"),
         (("capacity_bytes",), 0, "capacity_bytes is 0"),
+        (("loss", "ms"), -1, "ms of the loss is -1, a negative cost"),
     ],
 )
 def test_a_wrong_number_is_named(place, value, says, tmp_path):

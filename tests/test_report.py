@@ -38,7 +38,7 @@ def test_package_fits_into_100_columns():
     embed.weight is shared by stages 0, 2: its gradients are added up
 
     predicted step 123 ms, bubble 25%; solver dp, gap 1.0%
-    times measured on a CPU; graph equal to the model in train and eval
+    times measured on a CPU, no loss; graph equal to the model in train and eval
     memory planned for sgd: gradients only
     forward, backward and bytes are of one micro-batch; peak memory is the device's over a step
     """)

@@ -29,6 +29,18 @@ def test_a_backward_that_takes_longer_than_the_stages_recomputes():
     assert again == events((0, "again 0F0", "recompute", 7.0, 8.0))
 
 
+def test_the_loss_comes_before_what_the_last_stage_recomputes():
+    planned = stepped()
+    stages = (*planned.stages[:2], replace(planned.stages[2], backward_ms=1.5))
+    estimate = replace(planned.estimate, loss_ms=0.25)
+    seen = view.predicted(replace(planned, stages=stages, estimate=estimate))
+    inside = seen.inside["2B0"]
+    assert inside == (
+        *events((0, "loss 0", "loss", 3.0, 3.25), (0, "again 2F0", "recompute", 3.25, 3.75)),
+    )
+    assert [event.name for event in seen.events if event.kind == "loss"] == ["loss 0"]
+
+
 def test_the_prediction_has_length_bubble_memory_and_critical_path():
     seen = view.predicted(stepped())
     assert seen.step_ms == 11.0

@@ -167,6 +167,8 @@ def compile_command(
                 inputs.args,
                 inputs.kwargs,
                 devices=devices,
+                loss_fn=loaded.loss,
+                target=loaded.targets(batch),
                 microbatches=usual if counted is None else counted,
                 schedule=order,
                 loops=loops,

@@ -48,6 +48,8 @@ def profile_command(
                 inputs.args,
                 inputs.kwargs,
                 devices=used,
+                loss_fn=loaded.loss,
+                target=loaded.targets(batch),
                 microbatches=microbatches or min(batch, 2 * len(used)),
                 profile=profile,
                 progress=progress,

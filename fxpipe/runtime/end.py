@@ -64,21 +64,9 @@ class Objective:
 
     def run(self, i: int, device: torch.device) -> None:
         """Compute the loss on `device`, send its gradient back. Raises InputError, StageError."""
-        output, target = self._end.output(i), _to(self._targets[i], device)
-        try:
-            loss = self._loss_fn(output, target)
-        except Exception as error:
-            raise StageError(
-                f"loss_fn failed on micro-batch {i}: {type(error).__name__}: {error}"
-            ) from error
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise InputError(
-                "loss_fn must return one number with a gradient, the mean over the micro-batch's "
-                f"rows; on micro-batch {i} it returned {_described(loss)}"
-            )
+        loss = taken_loss(self._loss_fn, self._end.output(i), _to(self._targets[i], device), i)
         # Not the loss itself: torch's own are numbers in memory as large as the output.
         self._losses[i] = loss.detach().reshape(()) * self._weights[i]
-        del output
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         backward([scaled], [torch.full_like(scaled, self._weights[i])])
         self._end.send_gradients(i)
@@ -86,6 +74,22 @@ class Objective:
     def loss(self) -> Tensor:
         """The batch's loss, after all lanes."""
         return torch.stack([loss for loss in self._losses if loss is not None]).sum()
+
+
+def taken_loss(loss_fn: LossFn, output: Any, target: Any, i: int) -> Tensor:
+    """Micro-batch i's loss. Raises StageError if `loss_fn` fails, InputError if it is none."""
+    try:
+        loss = loss_fn(output, target)
+    except Exception as error:
+        raise StageError(
+            f"loss_fn failed on micro-batch {i}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise InputError(
+            "loss_fn must return one number with a gradient, the mean over the micro-batch's "
+            f"rows; on micro-batch {i} it returned {_described(loss)}"
+        )
+    return loss
 
 
 def _to(target: Any, device: torch.device) -> Any:

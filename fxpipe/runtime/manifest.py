@@ -154,7 +154,7 @@ class EstimateSpec:
     the package was compiled with, and when it begins and ends, in ms. `memory` has one too, of
     what the device holds from when on, `0.0 1024;1.5 2048`, in ms and bytes. `critical` are the
     actions that the step's length hangs on, in order of time. `capacity_bytes` is what each device
-    has room for.
+    has room for. The loss, `loss_ms`, is planned as part of the last stage's backwards.
     """
 
     step_ms: float
@@ -164,6 +164,7 @@ class EstimateSpec:
     memory: tuple[str, ...] = ()
     critical: tuple[str, ...] = ()
     capacity_bytes: tuple[int, ...] = ()
+    loss_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

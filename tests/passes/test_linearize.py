@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxpipe.capture import capture
-from fxpipe.ir import OpCost
+from fxpipe.ir import LossCost, OpCost
 from fxpipe.passes.linearize import linearize
 
 
@@ -238,3 +238,18 @@ def test_an_op_needs_other_memory_for_inputs_and_for_weights():
     # are 6 x 6 numbers, and so is their gradient. What is passed on waits in between.
     needed = [(b.input_workspace_bytes, b.weight_workspace_bytes) for b in found]
     assert needed == [(0, 200 + size), (300 + size, 0), (999 - 6 * 6 * 4, 999)]
+
+
+def test_the_loss_is_part_of_the_last_backward_alone():
+    captured = capture(models.Chain(), (torch.randn(4, 6),), {})
+    profile = flat_profile(captured, 1)
+    without = linearize(captured, profile)
+    found = linearize(captured, dataclasses.replace(profile, loss=LossCost(5.0, 10**6)))
+    assert [block.forward_ms for block in found.blocks] == [b.forward_ms for b in without.blocks]
+    added = [
+        a.backward_ms - b.backward_ms for a, b in zip(found.blocks, without.blocks, strict=True)
+    ]
+    assert added == [0.0, 0.0, 0.0, 5.0]
+    assert found.blocks[-1].weight_gradient_ms == without.blocks[-1].weight_gradient_ms
+    assert found.blocks[-1].workspace_bytes >= 10**6 > without.blocks[-1].workspace_bytes
+    assert found.blocks[:-1] == without.blocks[:-1]

@@ -70,14 +70,14 @@ def test_the_part_of_a_backward_that_is_for_weights():
 
 def test_ops_add_up_to_the_whole():
     costs = {name: OpCost(2.0, 3.0) for name in "abc"}
-    scaled = _scaled(costs, Whole(forward_ms=60.0, backward_ms=6.0, halves_ms=7.5))
+    scaled = _scaled(costs, Whole(forward_ms=60.0, backward_ms=6.0, halves_ms=7.5, loss_ms=0.5))
     assert sum(cost.forward_ms for cost in scaled.values()) == pytest.approx(60)
     assert sum(cost.backward_ms for cost in scaled.values()) == pytest.approx(6)
     assert [cost.halving_ms for cost in scaled.values()] == [0.5] * 3
 
 
 def test_a_slow_spell_of_the_machine_does_not_count(monkeypatch):
-    usual = Whole(60.0, 6.0, 7.5)
+    usual = Whole(60.0, 6.0, 7.5, 0.5)
     spells = iter([usual._replace(forward_ms=600.0), usual, usual._replace(backward_ms=66.0)])
     monkeypatch.setattr("fxpipe.passes.profile.whole_ms", lambda *_: next(spells))
     _, found = measured(models.Chain(), torch.randn(8, 6))
@@ -86,11 +86,11 @@ def test_a_slow_spell_of_the_machine_does_not_count(monkeypatch):
 
 
 def test_halves_that_take_no_longer_cost_nothing():
-    scaled = _scaled({"a": OpCost(2.0, 3.0), "b": OpCost(1.0, 0.0)}, Whole(6.0, 6.0, 5.0))
+    scaled = _scaled({"a": OpCost(2.0, 3.0), "b": OpCost(1.0, 0.0)}, Whole(6.0, 6.0, 5.0, 0.5))
     assert [cost.halving_ms for cost in scaled.values()] == [0.0, 0.0]
-    scaled = _scaled({"a": OpCost(2.0, 3.0), "b": OpCost(1.0, 0.0)}, Whole(6.0, 6.0, 7.0))
+    scaled = _scaled({"a": OpCost(2.0, 3.0), "b": OpCost(1.0, 0.0)}, Whole(6.0, 6.0, 7.0, 0.5))
     assert [cost.halving_ms for cost in scaled.values()] == [1.0, 0.0]  # b has no backward
-    scaled = _scaled({"a": OpCost(2.0, 3.0), "b": OpCost(1.0, 3.0)}, Whole(6.0, 6.0, inf))
+    scaled = _scaled({"a": OpCost(2.0, 3.0), "b": OpCost(1.0, 3.0)}, Whole(6.0, 6.0, inf, 0.5))
     assert [cost.halving_ms for cost in scaled.values()] == [3.0, 3.0]
 
 
