@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from compile_time import processor
@@ -52,18 +53,23 @@ def synchronize() -> None:
 class Compiling:
     """Compiles the model for two lanes; all schedules are planned from what was measured once.
 
-    `topology` stands for the links of lanes, which hand over for nothing.
+    `topology` stands for the links of lanes, which hand over for nothing. `predicted_ms` has the
+    step that was predicted of each schedule.
     """
 
     def __init__(
         self,
         model: nn.Module,
         x: torch.Tensor,
+        target: torch.Tensor,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
         m: int,
         folder: Path,
         topology: str | None = None,
     ) -> None:
+        self.predicted_ms: dict[str, float] = {}
         self._model, self._x, self._m, self._folder = model, x, m, folder
+        self._loss = {"target": target, "loss_fn": loss_fn}
         self._topology = topology
         self._profile: Profile | None = None
 
@@ -77,7 +83,9 @@ class Compiling:
             schedule=schedule,
             profile=self._profile,
             topology=self._topology,
+            **self._loss,
         )
+        self.predicted_ms[schedule] = package.manifest.estimate.step_ms
         self._profile = package.profile
         return package.write(self._folder / schedule, weights=True)
 

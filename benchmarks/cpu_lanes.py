@@ -49,7 +49,7 @@ def measure(work: Workload, peer: Peer, compiled: bool, rounds: int) -> dict[str
         return plain_step(model, x, target, work.m)
 
     with tempfile.TemporaryDirectory() as folder:
-        compile = Compiling(model, x, work.m, Path(folder))
+        compile = Compiling(model, x, target, loss_fn, work.m, Path(folder))
         out = compile("1f1b")
         ours = {"fxpipe": fxpipe.load(out)}
         if compiled:

@@ -167,7 +167,7 @@ def measure(
 
     with tempfile.TemporaryDirectory() as folder:
         packages, gradients = Path(folder) / "packages", Path(folder) / "gradients"
-        compile = Compiling(model, x, work.m, packages, TOPOLOGY)
+        compile = Compiling(model, x, target, loss_fn, work.m, packages, TOPOLOGY)
         for schedule in OURS:
             compile(schedule)
         peer.prepare(*work)
