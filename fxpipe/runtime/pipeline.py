@@ -254,7 +254,9 @@ class Pipeline(Original):
 
         CUDA devices' are those of torch's allocator; of a CPU lane it is the tensors that its ops
         made, with its parameters, gradients and buffers; meanwhile lanes copy what they get from
-        the caller and from each other, as devices do. Counting takes time: trace another step.
+        the caller and from each other, as devices do, and stages that torch.compile runs are run
+        op by op: what is measured is what they hold without it. Counting takes time: trace another
+        step.
         """
 
         def count(memory: Memory | None) -> None:

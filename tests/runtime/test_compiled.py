@@ -105,6 +105,20 @@ def test_kernels_of_inductor_give_the_same(tmp_path):
     assert_same_state(pipe, model)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor's kernels for CPU need g++")
+def test_peaks_are_those_of_stages_that_are_not_compiled(tmp_path):
+    """What inductor's kernels ask memory for, no op tells."""
+    peaks = []
+    folder = write(tmp_path, ONE)
+    for compile in (False, True):
+        pipe = load(folder, compile=compile)
+        for _ in range(2):
+            with pipe.memory() as memory:
+                pipe.step(*ONE.inputs(8), loss_fn=mean_loss)
+        peaks += [peak.measured_bytes for peak in memory.peaks]
+    assert peaks[0] == peaks[1] > 0
+
+
 def test_a_stage_that_draws_random_numbers_is_left_as_it_is(tmp_path):
     pipe = load(write(tmp_path, NOISY), compile=True)
     assert all(stage.module._compiled_call_impl is None for stage in pipe._stages)
