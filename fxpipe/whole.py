@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -19,11 +20,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from fxpipe.criterion import Criterion, Outputs
 from fxpipe.ir import Capture
+from fxpipe.runtime.drawing import drawing
 from fxpipe.runtime.lanes import Lanes
+from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.split import SplitBackward
 from fxpipe.runtime.stream import Device
 from fxpipe.straight import straight
 
+_CPU = torch.device("cpu")
 _REPEATS = 4
 _BETWEEN = 2  # micro-batches whose forwards come between a forward and its backward
 
@@ -107,6 +111,7 @@ class _Twin:
         # Copies of what is known are those: so modules and state share each parameter.
         modules, state = copy.deepcopy((dict(capture.modules), tensors), known)
         self._run = straight(capture, modules, state)
+        self._draws = any(op.random for op in capture.ops.values())
         # The outputs, and what could be a stage's input.
         self._in_flight: deque[tuple[Outputs, Tensor | None]] = deque()
         self._gradients: list[Tensor | None] = []  # of the oldest one's outputs
@@ -118,9 +123,11 @@ class _Twin:
                 parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
 
     def forward_ms(self) -> float:
-        """Milliseconds of another micro-batch's forward."""
+        """Milliseconds of another micro-batch's forward, which draws as a stage does."""
         start = time.perf_counter()
-        outputs, first = self._run(*(tensor.clone() for tensor in self._given))
+        given = [tensor.clone() for tensor in self._given]
+        with drawing(RandomStream(0), _CPU, self._run) if self._draws else nullcontext():
+            outputs, first = self._run(*given)
         ms = 1e3 * (time.perf_counter() - start)
         self._in_flight.append((outputs, first))
         return ms

@@ -30,6 +30,15 @@ def test_what_a_hook_makes_of_parameters_is_no_part_of_it():
     assert all(ms > 0 for ms in whole_ms(captured, [x], parse_devices("cpu*2")))
 
 
+def test_it_draws_as_stages_do():
+    """From streams of its own: what that takes is part of a stage's forward."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout(0.5))
+    captured = capture(model, (torch.randn(4, 6),), {})
+    before = torch.get_rng_state()
+    whole_ms(captured, [torch.randn(4, 6, generator=torch.Generator())], parse_devices("cpu*2"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_every_lane_is_busy():
     seen = set()
 
