@@ -53,8 +53,7 @@ def synchronize() -> None:
 class Compiling:
     """Compiles the model for two lanes; all schedules are planned from what was measured once.
 
-    `topology` stands for the links of lanes, which hand over for nothing. `predicted_ms` has the
-    step that was predicted of each schedule.
+    `topology` stands for the links of lanes, which hand over for nothing.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class Compiling:
         folder: Path,
         topology: str | None = None,
     ) -> None:
-        self.predicted_ms: dict[str, float] = {}
         self._model, self._x, self._m, self._folder = model, x, m, folder
         self._loss = {"target": target, "loss_fn": loss_fn}
         self._topology = topology
@@ -85,7 +83,6 @@ class Compiling:
             topology=self._topology,
             **self._loss,
         )
-        self.predicted_ms[schedule] = package.manifest.estimate.step_ms
         self._profile = package.profile
         return package.write(self._folder / schedule, weights=True)
 

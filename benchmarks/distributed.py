@@ -177,7 +177,7 @@ def measure(
         for name in names:
             loss = peer.step(name)[1]
             same(name, max(peer.difference(gradients), abs(loss - expected) / abs(expected)))
-    # Only ops are counted, not what Inductor's kernels ask memory for.
+    # While memory is counted, stages of torch.compile run op by op, like the others.
     peaks = {name: max(peer.ask("peak", name)) for name in eager}
 
     times: dict[str, list[float]] = {name: [] for name in ("plain", *names)}

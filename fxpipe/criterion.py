@@ -1,18 +1,17 @@
 """The loss of one micro-batch by itself, from outputs to their gradients, to be measured."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from fxpipe.counted import most_bytes
 from fxpipe.ir import Capture, LossCost
 from fxpipe.runtime.end import LossFn, taken_loss
 from fxpipe.runtime.leaves import in_mode
-from fxpipe.runtime.microbatch import split_target
+from fxpipe.runtime.microbatch import map_tensors, split_target
 from fxpipe.runtime.structure import Structure, rebuild
 from fxpipe.stopwatch import Clock
 
@@ -46,9 +45,9 @@ class Criterion:
             ),
         )
 
-    def moved(self, move: Any) -> "Criterion":
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "Criterion":
         """The same with `move(tensor)` in the place of each tensor of the target."""
-        return replace(self, target=tree_map_only(Tensor, move, self.target))
+        return replace(self, target=map_tensors(move, self.target))
 
     def gradients(self, outputs: Outputs) -> list[Tensor | None]:
         """Each output's, or None. Raises InputError and StageError as a step does."""

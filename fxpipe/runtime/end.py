@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 from fxpipe.errors import InputError, StageError
 from fxpipe.runtime.backward import backward
 from fxpipe.runtime.call import Call
-from fxpipe.runtime.microbatch import map_nested
+from fxpipe.runtime.microbatch import map_tensors
 from fxpipe.runtime.portal import Wire
 from fxpipe.runtime.receive import Slot, receive
 from fxpipe.runtime.structure import Structure, assemble, imported
@@ -64,7 +64,8 @@ class Objective:
 
     def run(self, i: int, device: torch.device) -> None:
         """Compute the loss on `device`, send its gradient back. Raises InputError, StageError."""
-        loss = taken_loss(self._loss_fn, self._end.output(i), _to(self._targets[i], device), i)
+        target = map_tensors(lambda tensor: tensor.to(device), self._targets[i])
+        loss = taken_loss(self._loss_fn, self._end.output(i), target, i)
         # Not the loss itself: torch's own are numbers in memory as large as the output.
         self._losses[i] = loss.detach().reshape(()) * self._weights[i]
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
@@ -90,12 +91,6 @@ def taken_loss(loss_fn: LossFn, output: Any, target: Any, i: int) -> Tensor:
             f"rows; on micro-batch {i} it returned {_described(loss)}"
         )
     return loss
-
-
-def _to(target: Any, device: torch.device) -> Any:
-    if isinstance(target, Tensor):
-        return target.to(device)
-    return map_nested(lambda child: _to(child, device), target)
 
 
 def _described(loss: object) -> str:

@@ -19,7 +19,7 @@ from fxpipe.errors import FxpipeError
 from fxpipe.runtime import stream
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.end import LossFn
-from fxpipe.runtime.microbatch import map_nested
+from fxpipe.runtime.microbatch import map_tensors
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.stream import Device, GraphRoom
 from fxpipe.runtime.swapping import holder_of
@@ -104,7 +104,7 @@ class Graphs:
         """
         device = stream.place(self._devices[0])
         given = [_buffer(tensor, device).requires_grad_(tensor.requires_grad) for tensor in inputs]
-        own_target = _replaced(target, lambda tensor: _buffer(tensor, device))
+        own_target = map_tensors(lambda tensor: _buffer(tensor, device), target)
         buffers = [*given, *_tensors(own_target)]
         for buffer, tensor in zip(buffers, [*inputs, *_tensors(target)], strict=True):
             buffer.detach().copy_(tensor.detach())
@@ -268,14 +268,8 @@ def _tensors(node: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    _replaced(node, see)
+    map_tensors(see, node)
     return found
-
-
-def _replaced(node: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(node, Tensor):
-        return function(node)
-    return map_nested(lambda child: _replaced(child, function), node)
 
 
 def _buffer(tensor: Tensor, device: torch.device) -> Tensor:

@@ -210,6 +210,13 @@ def split_target(target: Any, rows: Sequence[int]) -> list[Any]:
     return [target if cut is target else map_nested(next, cut) for _ in rows]
 
 
+def map_tensors(function: Callable[[Tensor], Tensor], node: Any) -> Any:
+    """`node` with `function` applied to each tensor in tuples, lists and dicts."""
+    if isinstance(node, Tensor):
+        return function(node)
+    return map_nested(lambda child: map_tensors(function, child), node)
+
+
 def map_nested(function: Callable[[Any], Any], node: Any) -> Any:
     """`node` with `function` applied to the items of a tuple, list or dict; else as it is."""
     if isinstance(node, tuple) and hasattr(node, "_fields"):

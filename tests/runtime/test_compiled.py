@@ -107,7 +107,7 @@ def test_kernels_of_inductor_give_the_same(tmp_path):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor's kernels for CPU need g++")
 def test_peaks_are_those_of_stages_that_are_not_compiled(tmp_path):
-    """What inductor's kernels ask memory for, no op tells."""
+    """While they are counted, compiled stages run op by op."""
     peaks = []
     folder = write(tmp_path, ONE)
     for compile in (False, True):
