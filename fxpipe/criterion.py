@@ -1,17 +1,19 @@
 """The loss of one micro-batch by itself, from outputs to their gradients, to be measured."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe.counted import most_bytes
 from fxpipe.ir import Capture, LossCost
 from fxpipe.runtime.end import LossFn, taken_loss
 from fxpipe.runtime.leaves import in_mode
 from fxpipe.runtime.microbatch import map_tensors, split_target
+from fxpipe.runtime.receive import Slot, receive
 from fxpipe.runtime.structure import Structure, rebuild
 from fxpipe.stopwatch import Clock
 
@@ -51,20 +53,33 @@ class Criterion:
 
     def gradients(self, outputs: Outputs) -> list[Tensor | None]:
         """Each output's, or None. Raises InputError and StageError as a step does."""
-        leaves = [
-            None if output is None else output.detach().requires_grad_(trained)
-            for output, trained in zip(outputs, self.trained, strict=True)
-        ]
-        loss = taken_loss(self.loss_fn, rebuild(self.structure, leaves), self.target, 0)
+        return self._backward(*self._forward(outputs))
+
+    def _forward(self, outputs: Outputs) -> tuple[Tensor, dict[int, GradientEdge]]:
+        """The loss, and by output where its gradient comes out; as in a step, no output is kept."""
+        given = {k: output.detach() for k, output in enumerate(outputs) if output is not None}
+        slots = {k: Slot() for k in given if self.trained[k]}
+        received = receive(given, slots)
+        output = rebuild(self.structure, [received.get(k) for k in range(len(self.trained))])
+        loss = taken_loss(self.loss_fn, output, self.target, 0)
+        return loss, {k: get_gradient_edge(received[k]) for k in slots}
+
+    def _backward(self, loss: Tensor, wanted: Mapping[int, GradientEdge]) -> list[Tensor | None]:
         # Not `backward`: a loss may have parameters of its own.
-        wanted = {k: leaf for k, leaf in enumerate(leaves) if leaf is not None and self.trained[k]}
         found = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
         given = dict(zip(wanted, found, strict=True))
-        return [given.get(k) for k in range(len(leaves))]
+        return [given.get(k) for k in range(len(self.trained))]
 
     def cost(self, outputs: Outputs, clock: Clock, device: torch.device) -> LossCost:
-        """What that takes by `clock`, and makes at its fullest."""
+        """What that takes by `clock`, and what is there at its fullest."""
+
+        def of_copies() -> object:
+            copies = [None if output is None else output.clone() for output in outputs]
+            made = self._forward(copies)
+            del copies
+            return self._backward(*made)
+
         with torch.enable_grad():
             ms = clock(self.gradients, lambda: outputs)
-            _, n_bytes = most_bytes(lambda: self.gradients(outputs), device)
+            _, n_bytes = most_bytes(of_copies, device)
         return LossCost(ms, n_bytes)

@@ -138,10 +138,13 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True)
 class LossCost:
-    """What a micro-batch's loss takes, up to its gradient, and makes at its fullest."""
+    """What a micro-batch's loss takes, up to its gradient, and what is there at its fullest.
+
+    The outputs are among that for as long as they are needed.
+    """
 
     ms: float
-    workspace_bytes: int
+    peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from fxpipe.ir import Capture, OpCost
 
-# What a loss that was not measured makes: one such as cross entropy has three tensors like the
-# output at once, its logarithms, their gradient and the output's.
-_LOSS_TENSORS = 3
+# What is there at once of a loss that was not measured, in tensors like the output: one such as
+# cross entropy has its logarithms, their gradient and the output's, and some keep the output too.
+_LOSS_TENSORS = 4
 
 
 class Needed(NamedTuple):
@@ -31,8 +31,8 @@ def workspaces(
 ) -> dict[str, Needed]:
     """For each op, in this order: bytes on top of what ops up to it have saved.
 
-    A result that leaves the model counts for the last op, together with the `loss_bytes` that a
-    loss makes of it.
+    A result that leaves the model counts for the last op. `loss_bytes` are there at once while the
+    loss is taken, the results among them.
     """
     place = {name: k for k, name in enumerate(order)}
     end = len(order)
@@ -72,7 +72,8 @@ def workspaces(
     result = [storage for storage in outputs & trained if storage in sizes]
     if loss_bytes is None:
         loss_bytes = sum(sizes[storage] * _LOSS_TENSORS for storage in result)
-    loss_bytes += sum(sizes[storage] for storage in result if storage not in kept_from)
+    # Room for results, and then for their gradients, is held apart, from the start of F.
+    loss_bytes -= sum(sizes[storage] for storage in result)
     last_op = needed[order[-1]]
     needed[order[-1]] = last_op._replace(forward_bytes=max(last_op.forward_bytes, loss_bytes))
     return needed

@@ -51,7 +51,7 @@ def profile_table(profile: Profile) -> RenderableType:
         )
     if profile.loss is not None:
         loss = profile.loss
-        ops.add_row("the loss", "", ms_text(loss.ms), "", "", bytes_text(loss.workspace_bytes))
+        ops.add_row("the loss", "", ms_text(loss.ms), "", "", bytes_text(loss.peak_bytes))
     links = new_table("link", "latency", "bandwidth")
     links.columns[0].justify = "left"
     for link in facts["links"]:

@@ -178,10 +178,13 @@ def _chain(capture: Capture, profile: Profile, blocks: Sequence[Sequence[str]]) 
     order = [name for block in blocks for name in block]
     loss = profile.loss
     needed = workspaces(
-        capture, profile.costs, order, profile.batch, loss.workspace_bytes if loss else None
+        capture, profile.costs, order, profile.batch, loss.peak_bytes if loss else None
     )
+    # The caller gives their gradients, which a stage holds as what it is given.
+    returned = {v.name: v.bytes for v in values if v.gradient and v.consumers[-1] == len(blocks)}
     *others, last = (
-        _block(capture, profile, [nodes[name] for name in block], needed) for block in blocks
+        _block(capture, profile, [nodes[name] for name in block], needed, returned)
+        for block in blocks
     )
     # The loss is taken as the last forward ends, but it is not computed again where that is.
     last = replace(last, backward_ms=last.backward_ms + (loss.ms if loss else 0.0))
@@ -212,7 +215,11 @@ def _callers(capture: Capture, node: fx.Node) -> list[str]:
 
 
 def _block(
-    capture: Capture, profile: Profile, nodes: Sequence[fx.Node], needed: Mapping[str, Needed]
+    capture: Capture,
+    profile: Profile,
+    nodes: Sequence[fx.Node],
+    needed: Mapping[str, Needed],
+    returned: Mapping[str, int],
 ) -> Block:
     free = OpCost(0.0, 0.0)  # what eval mode alone runs costs a training step nothing
     costs = [profile.costs.get(node.name, free) for node in nodes]
@@ -234,7 +241,10 @@ def _block(
         buffers=tuple(buffers.items()),
         workspace_bytes=max(max(needed[node.name]) for node in nodes),
         weight_gradient_ms=sum(cost.weight_gradient_ms for cost in costs),
-        arriving_bytes=sum(cost.arriving_bytes for cost in costs),
+        arriving_bytes=sum(
+            max(0, cost.arriving_bytes - returned.get(node.name, 0))
+            for node, cost in zip(nodes, costs, strict=True)
+        ),
         halving_ms=sum(cost.halving_ms for cost in costs),
         written_bytes=sum(size for name, size in buffers.items() if own_storage(name) in written),
         input_workspace_bytes=max(of_inputs for of_inputs, _ in halves),

@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 
 from fxpipe.ir import Network
-from fxpipe.passes.simulate import Message, Simulation, StageCost, handed_bytes, simulate
+from fxpipe.passes.simulate import (
+    Message,
+    Simulation,
+    StageCost,
+    handed_bytes,
+    resting_bytes,
+    simulate,
+)
 from fxpipe.schedule import Action, Kind, Schedule
 
 
@@ -46,11 +53,7 @@ class OrderProblem:
 
     def fixed_bytes(self, device: int) -> int:
         """What a device holds from a step's start to its end."""
-        return sum(
-            cost.static_bytes
-            for cost, place in zip(self.stages, self.devices, strict=True)
-            if place == device
-        )
+        return resting_bytes(self.stages, self.devices, len(self.capacity_bytes))[device]
 
     def action_ms(self, action: Action) -> float:
         """How long an F, I or W takes."""

@@ -108,6 +108,8 @@ def stage_costs(
         {name for block in chain.blocks[begin:end] for name, _ in block.saved}
         for begin, end in pairwise(bounds)
     ]
+    static = [_static(chain, begin, end, training_factor) for begin, end in pairwise(bounds)]
+    holders = Counter(name for held in static for name in held)
     input_bytes, passing_bytes = [0] * n_stages, [0] * n_stages
     sent: dict[tuple[int, int], list[Value]] = {}
     for value in chain.values:
@@ -135,7 +137,8 @@ def stage_costs(
             input_bytes[j],
             passing_bytes[j],
             sends_back[j],
-            training_factor,
+            sum(static[j].values()),
+            tuple((name, size) for name, size in static[j].items() if holders[name] > 1),
         )
         for j in range(n_stages)
     )
@@ -169,19 +172,17 @@ def _stage_cost(
     input_bytes: int,
     passing_bytes: int,
     sends_back: bool,
-    training_factor: float,
+    static_bytes: int,
+    shared: tuple[tuple[str, int], ...],
 ) -> StageCost:
     blocks = chain.blocks[begin:end]
     action_ms = chain.action_ms
     backward_ms = action_ms + sum(block.backward_ms for block in blocks)
     weight_gradient_ms = action_ms + sum(block.weight_gradient_ms for block in blocks)
     halving_ms = action_ms + sum(block.halving_ms for block in blocks)
-    buffers = dict(one for block in blocks for one in block.buffers)
     saved = {name: size for block in blocks for name, size in block.saved if name not in received}
     needed = workspace_bytes(chain, begin, end)
     of_inputs = of_weights = needed
-    static_bytes = ceil((1 + training_factor) * parameter_bytes(chain, begin, end))
-    static_bytes += sum(buffers.values())
     saved_bytes = sum(saved.values())
     if needed:
         # While F runs, what only passes is there too. A bare chain's blocks need nothing, and what
@@ -208,7 +209,17 @@ def _stage_cost(
         written_bytes=sum(block.written_bytes for block in blocks),
         input_workspace_bytes=of_inputs,
         weight_workspace_bytes=of_weights,
+        shared=shared,
     )
+
+
+def _static(chain: Chain, begin: int, end: int, training_factor: float) -> dict[str, int]:
+    """What the blocks [begin, end) hold between steps, by name."""
+    blocks = chain.blocks[begin:end]
+    held = {name: size for block in blocks for name, size in block.buffers}
+    for block in blocks:
+        held.update((name, ceil((1 + training_factor) * size)) for name, size in block.parameters)
+    return held
 
 
 def workspace_bytes(chain: Chain, begin: int, end: int) -> int:

@@ -29,6 +29,18 @@ def static_bytes(begin, end, ends, befores, sizes):  # type: ignore[no-untyped-d
 
 
 @compiled
+def shared_bytes(begin, end, ends, befores, sizes, bounds, device_of, j):  # type: ignore[no-untyped-def]
+    """What of that the stage of its blocks before that names it, on the same device, has too."""
+    total = 0
+    for k in range(ends[begin - 1] if begin > 0 else 0, ends[end - 1]):
+        if 0 <= befores[k] < begin:
+            last = np.searchsorted(bounds, befores[k], side="right") - 1
+            if device_of[last] == device_of[j]:
+                total += sizes[k]
+    return total
+
+
+@compiled
 def stage_memory(  # type: ignore[no-untyped-def]
     begin, end, price, forward_before, crossing,
     ends, befores, sizes, values, producers, read_ends, readers, again,
@@ -147,7 +159,9 @@ def cut(  # type: ignore[no-untyped-def]
         if again[begin:end].any():
             kept += written_before[end] - written_before[begin]
         static = static_bytes(begin, end, static_ends, static_befores, static_sizes)
-        at_rest[device_of[j]] += static
+        at_rest[device_of[j]] += static - shared_bytes(
+            begin, end, static_ends, static_befores, static_sizes, bounds, device_of, j
+        )
         for k in range(2):
             lasts[FORWARD, j, k] = forward
             lasts[BACKWARD, j, k] = backward + again_ms

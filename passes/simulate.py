@@ -10,14 +10,15 @@ Rules, all of them:
   in the sender's order. Stages on one device hand over for nothing. Where devices do the sending
   themselves, the actions before and after a message are longer by what it takes of their time.
 - A device always holds the static bytes of its stages: parameters, gradients, the optimizer's
-  states, buffers. A stage holds, for each micro-batch, its saved bytes from the start of F to the
-  end of B or W, what it receives from the start of the transfer to that end, the model's inputs
-  from the start of F to that end, and its workspace while an action runs. If it recomputes the
-  micro-batch, its saved bytes count from the start of B or I only, which takes the forward's time
-  on top, and copies of the buffers it writes from the start of F to the end of B or W; of a stage
-  with segments, what these compute again. What only passes through a stage that does not recompute
-  is not counted but in its workspace. A stage with arriving bytes holds them from the start of I to
-  the end of W: what waits for W to use it.
+  states, buffers; what several of its stages share, once.
+- A stage holds, for each micro-batch, its saved bytes from the start of F to the end of B or W,
+  what it receives from the start of the transfer to that end, the model's inputs from the start of
+  F to that end, and its workspace while an action runs. If it recomputes the micro-batch, its saved
+  bytes count from the start of B or I only, which takes the forward's time on top, and copies of
+  the buffers it writes from the start of F to the end of B or W; of a stage with segments, what
+  these compute again. What only passes through a stage that does not recompute is not counted but
+  in its workspace. A stage with arriving bytes holds them from the start of I to the end of W: what
+  waits for W to use it.
 - An output that waits in its producer is not counted on its own: it is the receiver's from the
   start of the transfer, and part of the producer's saved bytes if the backward there needs it. What
   a stage hands to one on its own device, a value and then its gradient, it holds itself from the
@@ -53,7 +54,8 @@ class StageCost:
     backward is halved, the first half takes `halving_ms` longer than its part of the whole, and
     `arriving_bytes`, gradients most of all, wait for the second; each half has a workspace of its
     own. `passing_bytes` of what it receives are gone after F, unless it recomputes; then
-    `written_bytes` are copies of the buffers that F writes.
+    `written_bytes` are copies of the buffers that F writes. `shared` names what of its static bytes
+    other stages have too, such as a tied weight: a device holds it once.
     """
 
     forward_ms: float
@@ -71,6 +73,7 @@ class StageCost:
     written_bytes: int = 0
     input_workspace_bytes: int = 0
     weight_workspace_bytes: int = 0
+    shared: tuple[tuple[str, int], ...] = ()
 
     def workspace_of(self, kind: Kind) -> int:
         """What an action of this kind needs while it runs."""
@@ -261,9 +264,6 @@ def numbers(
             outboxes[2 * ends[1] + 1].append((ends[0], size, back.transfer_ms(size)))
             sending_ms[ends, 1] += back.busy_ms(message.gradients, size)
     slots = [slot for outbox in outboxes for slot in outbox]
-    at_rest = np.zeros(n_devices, np.int64)
-    for cost, device in zip(stages, device_of, strict=True):
-        at_rest[device] += cost.static_bytes
     times = [_times(cost, *ms) for cost, ms in zip(stages, sending_ms.tolist(), strict=True)]
     return Numbers(
         device_of=np.array(device_of, np.int64),
@@ -283,9 +283,21 @@ def numbers(
         receivers=np.array([stage for stage, _, _ in slots], np.int64),
         sizes=np.array([size for _, size, _ in slots], np.int64),
         transfers=np.array([ms for _, _, ms in slots], np.float64),
-        at_rest=at_rest,
+        at_rest=np.array(resting_bytes(stages, device_of, n_devices), np.int64),
         arriving=np.array([cost.arriving_bytes for cost in stages], np.int64),
     )
+
+
+def resting_bytes(
+    stages: Sequence[StageCost], device_of: Sequence[int], n_devices: int
+) -> list[int]:
+    """What each device holds between steps."""
+    held = [0] * n_devices
+    shared: list[dict[str, int]] = [{} for _ in held]
+    for cost, device in zip(stages, device_of, strict=True):
+        held[device] += cost.static_bytes - sum(size for _, size in cost.shared)
+        shared[device].update(cost.shared)
+    return [own + sum(sizes.values()) for own, sizes in zip(held, shared, strict=True)]
 
 
 def handed_bytes(messages: Sequence[Message], device_of: Sequence[int]) -> list[int]:

@@ -52,8 +52,25 @@ def test_a_loss_takes_time_and_memory_and_leaves_its_own_parameters_alone():
     _, found = criterion(lambda output, _: (output.softmax(1) * scale).pow(2).mean())
     cost = found.cost([torch.randn(2, 6)], StopWatch(CPU), CPU)
     assert cost.ms > 0
-    assert cost.workspace_bytes >= 3 * 2 * 6 * 4
+    assert cost.peak_bytes >= 3 * 2 * 6 * 4
     assert scale.grad is None
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "tensors"),
+    [
+        # Logarithms, their gradient and the output's: the output itself is gone by then.
+        (lambda output, _: F.cross_entropy(output, torch.zeros(len(output)).long()), 3),
+        # The number itself is in memory as large as the output, which is needed to the end.
+        (lambda output, target: F.mse_loss(output, target), 3),
+        (lambda output, _: output.sum(), 1),
+    ],
+)
+def test_outputs_count_for_as_long_as_the_loss_needs_them(loss_fn, tensors):
+    _, found = criterion(loss_fn, torch.randn(6, 1000))
+    output = torch.randn(2, 1000)
+    cost = found.cost([output], StopWatch(CPU), CPU)
+    assert tensors * output.nbytes <= cost.peak_bytes <= tensors * output.nbytes + 100
 
 
 def test_what_is_no_loss_is_refused_as_in_a_step():

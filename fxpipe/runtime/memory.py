@@ -114,6 +114,13 @@ class Memory:
             self._tally.drop_resized()
             self._tally.add(lane, [*map(_local, tensors)])
 
+    def held(self, tensor: Tensor, lane: int) -> Tensor:
+        """What `lane` has, for a step, of a parameter that another lane owns: a copy of its own."""
+        if stream.peak_bytes(self._devices[lane]) is None:
+            tensor = tensor.clone()
+            self._tally.add(lane, [tensor])
+        return tensor
+
     def entered(self, tensor: Tensor, lane: int) -> Tensor:
         """What `lane` gets of the caller's `tensor`, on the lane's thread: a copy of its own."""
         return tensor.clone() if lane in self._jobs else tensor

@@ -360,7 +360,7 @@ class Pipeline(Original):
     def _run_in_order(self, step: Step, call: Call) -> None:
         """Run the table on this thread alone, as a CUDA graph is captured."""
         with (
-            ties.collected(self._state.ties, self._state.parameters(self)),
+            ties.collected(self._state.ties, self._state.parameters(self), self._memory),
             stream.joined(self._devices),
         ):
             for action in clock_order(self._schedule.first(call.m)):
@@ -378,7 +378,7 @@ class Pipeline(Original):
     ) -> None:
         if self._trace is not None:
             call.record(self._trace.recorder())
-        with ties.collected(self._state.ties, self._state.parameters(self)):
+        with ties.collected(self._state.ties, self._state.parameters(self), self._memory):
             jobs = [partial(step.run_row, lane, row) for lane, row in enumerate(rows)]
             self._run(jobs, call, meanwhile)
 

@@ -1,12 +1,12 @@
 """Where a value comes in from elsewhere: the beginning of a graph that catches its gradient."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fxpipe.runtime.portal import Wire
+K = TypeVar("K")
 
 # A graph begins at a tensor that requires grad; this one never gets any.
 _PHONY = torch.empty(0, requires_grad=True)
@@ -40,9 +40,9 @@ class Receive(torch.autograd.Function):
         return None, None, None
 
 
-def receive(values: Mapping[Wire, Tensor], slots: Mapping[Wire, Slot]) -> dict[Wire, Tensor]:
+def receive(values: Mapping[K, Tensor], slots: Mapping[K, Slot]) -> dict[K, Tensor]:
     """The values again; those that have a slot begin a graph."""
     return {
-        wire: Receive.apply(_PHONY, value, slots[wire]) if wire in slots else value  # type: ignore[no-untyped-call]
-        for wire, value in values.items()
+        key: Receive.apply(_PHONY, value, slots[key]) if key in slots else value  # type: ignore[no-untyped-call]
+        for key, value in values.items()
     }

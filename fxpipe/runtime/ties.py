@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fxpipe.runtime.memory import Memory
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.swapping import swapped
 
@@ -38,15 +39,23 @@ def copied(ties: Sequence[Tie], parameters: Mapping[str, nn.Parameter]) -> Itera
 
 
 @contextmanager
-def collected(ties: Sequence[Tie], parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def collected(
+    ties: Sequence[Tie], parameters: Mapping[str, nn.Parameter], memory: Memory | None
+) -> Iterator[None]:
     """For `step`: each lane has a leaf of its own, whose gradient goes to the owner's at the end.
 
-    So no two threads write one gradient, and the sum is in the order of the stages.
+    So no two threads write one gradient, and the sum is in the order of the stages. While `memory`
+    is measured, lanes of one device have values of their own too.
     """
     owners = [parameters[tie.owner] for tie in ties]
+    values = [owner.detach().to(tie.stage.device) for tie, owner in zip(ties, owners, strict=True)]
+    if memory is not None:
+        values = [
+            memory.held(value, tie.stage.lane) for tie, value in zip(ties, values, strict=True)
+        ]
     leaves = [
-        owner.detach().to(tie.stage.device).requires_grad_(owner.requires_grad)
-        for tie, owner in zip(ties, owners, strict=True)
+        value.requires_grad_(owner.requires_grad)
+        for value, owner in zip(values, owners, strict=True)
     ]
     with bound(ties, leaves):
         yield

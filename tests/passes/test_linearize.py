@@ -244,12 +244,23 @@ def test_the_loss_is_part_of_the_last_backward_alone():
     captured = capture(models.Chain(), (torch.randn(4, 6),), {})
     profile = flat_profile(captured, 1)
     without = linearize(captured, profile)
-    found = linearize(captured, dataclasses.replace(profile, loss=LossCost(5.0, 10**6)))
+    output = 4 * 6 * 4  # which has room of its own
+    found = linearize(captured, dataclasses.replace(profile, loss=LossCost(5.0, 10**6 + output)))
     assert [block.forward_ms for block in found.blocks] == [b.forward_ms for b in without.blocks]
     added = [
         a.backward_ms - b.backward_ms for a, b in zip(found.blocks, without.blocks, strict=True)
     ]
     assert added == [0.0, 0.0, 0.0, 5.0]
     assert found.blocks[-1].weight_gradient_ms == without.blocks[-1].weight_gradient_ms
-    assert found.blocks[-1].workspace_bytes >= 10**6 > without.blocks[-1].workspace_bytes
+    assert found.blocks[-1].workspace_bytes == 10**6 > without.blocks[-1].workspace_bytes
     assert found.blocks[:-1] == without.blocks[:-1]
+
+
+def test_a_gradient_that_the_caller_gives_does_not_wait_twice():
+    captured = capture(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5)), (torch.randn(4, 6),), {})
+    flat = flat_profile(captured, 1)
+    first, last = captured.ops
+    sizes = {first: 4 * 6 * 4, last: 4 * 5 * 4}
+    costs = {name: OpCost(1.0, 2.0, arriving_bytes=size) for name, size in sizes.items()}
+    found = linearize(captured, dataclasses.replace(flat, costs=costs)).blocks
+    assert [block.arriving_bytes for block in found] == [sizes[first], 0]

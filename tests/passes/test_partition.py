@@ -12,7 +12,7 @@ from fxpipe.passes.checkpoints import place, recompute_table
 from fxpipe.passes.order import build
 from fxpipe.passes.partition import SOLVERS, partition
 from fxpipe.passes.partition_costs import FRAGMENTATION, held_sets, stage_costs
-from fxpipe.passes.simulate import Message
+from fxpipe.passes.simulate import Message, resting_bytes
 from fxpipe.schedule import Kind
 
 LINK = Link(latency_ms=0.01, bytes_per_ms=1e5)
@@ -49,6 +49,17 @@ def test_what_two_blocks_share_counts_once_a_stage() -> None:
     stages, _ = stage_costs(chain, (2,))
 
     assert [(s.saved_bytes, s.static_bytes) for s in stages] == [(7, 10), (7, 10)]
+
+
+def test_what_two_stages_share_is_held_once_on_one_device() -> None:
+    tied = dataclasses.replace(block("a", parameters=5), buffers=(("table", 7),))
+    chain = plain([tied, block("b", parameters=100), tied])
+
+    stages, _ = stage_costs(chain, (1, 2), training_factor=1.0)
+
+    assert [s.static_bytes for s in stages] == [17, 200, 17]
+    assert resting_bytes(stages, (0, 1, 0), 2) == [17, 200]
+    assert resting_bytes(stages, (0, 1, 1), 2) == [17, 217]
 
 
 def test_workspace_is_the_largest_of_a_block() -> None:

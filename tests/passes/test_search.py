@@ -102,6 +102,21 @@ def test_the_judge_says_what_the_simulator_says(seed: int) -> None:
         assert found.ran[7].tolist() == list(expected.peak_bytes)
 
 
+def test_the_judge_counts_tied_weights_once_on_one_device() -> None:
+    chain = plain([block(name, parameters=KIB) for name in "abcd"])
+    ends = [replace(one, parameters=(("tied", 50 * KIB),)) for one in chain.blocks[::3]]
+    tied = replace(chain, blocks=(ends[0], *chain.blocks[1:3], ends[1]))
+    judge = Judge(problem(tied, 2, 2))
+
+    def peak(shape: tuple[int, ...]) -> int:
+        found = judge(Candidate((0, 1, 2, 3, 4), shape, (0,) * 4), (1, 2), 2)
+        return max(found.ran[7].tolist())
+
+    # With gradients and Adam's states.
+    assert peak((0, 1, 1, 0)) < 3 * 51 * KIB + 10 * KIB
+    assert peak((0, 1, 0, 1)) < 3 * 51 * KIB + 10 * KIB
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_judge_counts_what_stages_hand_over_on_one_device(seed: int) -> None:
     chain = random_chain(Random(seed), 12, n_skips=3)
