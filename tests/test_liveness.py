@@ -39,6 +39,11 @@ def test_what_is_saved_waits_for_nothing():
     assert needed(saving) == [1, 2, 2, 3]
 
 
+def test_a_result_that_is_saved_is_not_counted_for_the_loss_as_well():
+    size = 8 * 4 * 4
+    assert needed({"output": OpCost(0.0, 0.0, (("output", size),))})[-1] == 2
+
+
 def test_what_an_op_makes_itself():
     size = 8 * 4 * 4
     forward = {"a": OpCost(0.0, 0.0, workspace_bytes=5 * size)}

@@ -244,8 +244,9 @@ def test_the_loss_is_part_of_the_last_backward_alone():
     captured = capture(models.Chain(), (torch.randn(4, 6),), {})
     profile = flat_profile(captured, 1)
     without = linearize(captured, profile)
-    output = 4 * 6 * 4  # which has room of its own
-    found = linearize(captured, dataclasses.replace(profile, loss=LossCost(5.0, 10**6 + output)))
+    output = 4 * 6 * 4  # which the last op saves, and whose gradient has room of its own
+    peak = 10**6 + 2 * output
+    found = linearize(captured, dataclasses.replace(profile, loss=LossCost(5.0, peak)))
     assert [block.forward_ms for block in found.blocks] == [b.forward_ms for b in without.blocks]
     added = [
         a.backward_ms - b.backward_ms for a, b in zip(found.blocks, without.blocks, strict=True)
