@@ -1,39 +1,35 @@
 """The straight line from a model to a package, each pass in its place."""
 
 import dataclasses
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fxpipe.capacity import capacities
 from fxpipe.capture import capture as capture_model
 from fxpipe.capture import flat_inputs
 from fxpipe.codegen.emit import emit
-from fxpipe.criterion import Criterion
+from fxpipe.costing import Line, priced
+from fxpipe.criterion import Loss
 from fxpipe.errors import CaptureError, PlanError
-from fxpipe.ir import GIVEN, Capture, Chain, CheckpointMode, Network, Plan, Profile
+from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan, Profile
 from fxpipe.optimizer import Optimizer, optimizer_of
 from fxpipe.package import Package
 from fxpipe.partial import largest_part
-from fxpipe.passes.analytic import analytic
 from fxpipe.passes.linearize import linearize
 from fxpipe.passes.partition import partition
 from fxpipe.passes.portals import wire
-from fxpipe.passes.profile import profile as profile_ops
 from fxpipe.passes.search_named import candidate, named_candidates
 from fxpipe.passes.search_plan import LOOPS, TIME_LIMIT_S, search
 from fxpipe.passes.search_plan import NAME as AUTO
 from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.manifest import OptimizerSpec
-from fxpipe.runtime.stream import Device, Devices, parse_devices
+from fxpipe.runtime.stream import Devices, parse_devices
 from fxpipe.schedule import Schedule
 from fxpipe.settings import (
     check_costs,
-    check_profile,
     check_settings,
     microbatch_counts,
     table_of,
@@ -104,7 +100,7 @@ def compile(
         optimizer = optimizer_of(optimizer)
     room = None if memory is None else capacities(memory, len(lanes))
     network = None if topology is None else network_of(topology, len(lanes))
-    line = _Line(progress)
+    line = Line(progress)
     with line("capture"):
         part = None
         try:
@@ -114,20 +110,20 @@ def compile(
                 raise
             part = largest_part(model, args, kwargs or {}, error)
             model, args, kwargs, captured = part.module, (), part.given, part.capture
+    # What comes after a part of the model is no loss.
+    loss = Loss.of(loss_fn, target) if part is None else None
     training_factor = optimizer.training_factor(model.parameters())
     found: list[tuple[Profile, Chain, Plan]] = []
     unfit: list[PlanError] = []
     for count in [count for count in counts if count <= captured.batch] or counts[:1]:
         with line("profile"):
             inputs = flat_inputs(model, args, kwargs or {})
-            # What comes after a part of the model is no loss.
-            trained_by = None if part is not None else loss_fn
-            priced = _priced(captured, model, inputs, profile, count, lanes, trained_by, target)
-            links = network or priced.network
-            if network is not None and priced.on_processors:
+            costs = priced(captured, model, inputs, profile, count, lanes, loss)
+            links = network or costs.network
+            if network is not None and costs.on_processors:
                 links = between_processors(network)
         with line("linearize"):
-            chain = linearize(captured, priced)
+            chain = linearize(captured, costs)
         with line("partition"):
             try:
                 plan = _planned(
@@ -138,7 +134,7 @@ def compile(
                     n_devices=len(lanes),
                     n_microbatches=count,
                     network=links,
-                    capacity_bytes=room or (priced.capacity_bytes,) * len(lanes),
+                    capacity_bytes=room or (costs.capacity_bytes,) * len(lanes),
                     training_factor=training_factor,
                     loops=loops,
                     solver=solver,
@@ -147,13 +143,13 @@ def compile(
                     time_limit_s=time_limit_s / len(counts),
                     progress=lambda ms: progress(f"partition: {ms:.3f} ms"),
                 )
-                found.append((priced, chain, plan))
+                found.append((costs, chain, plan))
             except PlanError as error:
                 unfit.append(error)
     if not found:
         raise unfit[-1]
-    priced, chain, plan = min(found, key=lambda one: one[2].estimate.step_ms)
-    capacity_bytes = room or (priced.capacity_bytes,) * len(lanes)
+    costs, chain, plan = min(found, key=lambda one: one[2].estimate.step_ms)
+    capacity_bytes = room or (costs.capacity_bytes,) * len(lanes)
     with line("partition"):
         others = (other for _, _, other in found if other is not plan)
         candidates = (
@@ -173,7 +169,7 @@ def compile(
     with line("emit"):
         manifest, files = emit(
             captured,
-            priced,
+            costs,
             plan,
             wiring,
             devices=tuple(map(str, lanes)),
@@ -185,7 +181,7 @@ def compile(
         optimizer=OptimizerSpec(str(optimizer), training_factor),
         candidates=candidates,
     )
-    return Package(manifest, captured, priced, chain, plan, wiring, files, line.seconds)
+    return Package(manifest, captured, costs, chain, plan, wiring, files, line.seconds)
 
 
 def _planned(
@@ -237,107 +233,3 @@ def _planned(
         training_factor=training_factor,
         solver=solver,
     )
-
-
-def measure(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    devices: Devices,
-    microbatches: int,
-    loss_fn: LossFn | None = None,
-    target: Any = None,
-    profile: str | None = None,
-    progress: Callable[[str], None] = lambda _: None,
-) -> Profile:
-    """What `compile` plans by: the costs of `model`'s ops, the loss, and the links of `devices`.
-
-    They are measured here, or, with `profile` such as `analytic:h100`, worked out for that device.
-    """
-    line = _Line(progress)
-    given = args, kwargs or {}
-    return _costed(model, *given, devices, microbatches, loss_fn, target, profile, line)[1]
-
-
-def chained(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    devices: Devices,
-    microbatches: int,
-    loss_fn: LossFn | None = None,
-    target: Any = None,
-    profile: Profile | str | None = None,
-    progress: Callable[[str], None] = lambda _: None,
-) -> tuple[Chain, Profile]:
-    """What `compile` plans: the chain of `model`'s blocks, and the costs that are in it."""
-    line = _Line(progress)
-    given = args, kwargs or {}
-    captured, found = _costed(model, *given, devices, microbatches, loss_fn, target, profile, line)
-    with line("linearize"):
-        return linearize(captured, found), found
-
-
-def _costed(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    devices: Devices,
-    microbatches: int,
-    loss_fn: LossFn | None,
-    target: Any,
-    profile: Profile | str | None,
-    line: "_Line",
-) -> tuple[Capture, Profile]:
-    """The model's graph and what its ops cost."""
-    lanes = parse_devices(devices)
-    check_costs(model, profile)
-    with line("capture"):
-        captured = capture_model(model, args, kwargs)
-    with line("profile"):
-        inputs = flat_inputs(model, args, kwargs)
-        return captured, _priced(
-            captured, model, inputs, profile, microbatches, lanes, loss_fn, target
-        )
-
-
-def _priced(
-    capture: Capture,
-    model: nn.Module,
-    inputs: Sequence[Tensor],
-    profile: Profile | str | None,
-    microbatches: int,
-    devices: Sequence[Device],
-    loss_fn: LossFn | None,
-    target: Any,
-) -> Profile:
-    """The given profile if it fits, or one as asked for."""
-    if isinstance(profile, Profile):
-        check_profile(profile, capture, microbatches)
-        return profile
-    criterion = None
-    if loss_fn is not None:
-        criterion = Criterion.of(capture, loss_fn, target, microbatches)
-    given = capture, model, inputs
-    if profile is None:
-        return profile_ops(
-            *given, n_microbatches=microbatches, devices=devices, criterion=criterion
-        )
-    return analytic(*given, n_microbatches=microbatches, device=profile, criterion=criterion)
-
-
-class _Line:
-    """Tells which pass runs and keeps how long each took."""
-
-    def __init__(self, progress: Callable[[str], None]) -> None:
-        self.seconds: dict[str, float] = {}
-        self._progress = progress
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        self._progress(name)
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,18 @@ from fxpipe.stopwatch import Clock
 Outputs = Sequence[Tensor | None]
 
 
+class Loss(NamedTuple):
+    """What `pipe.step` is given: the loss, and the targets of a whole batch."""
+
+    loss_fn: LossFn
+    target: Any
+
+    @classmethod
+    def of(cls, loss_fn: LossFn | None, target: Any) -> "Loss | None":
+        """None without a `loss_fn`."""
+        return None if loss_fn is None else cls(loss_fn, target)
+
+
 @dataclass(frozen=True, slots=True)
 class Criterion:
     """`loss_fn(output, target)` of the first micro-batch, as the pipeline's end takes it.
@@ -34,12 +46,12 @@ class Criterion:
     trained: tuple[bool, ...]
 
     @classmethod
-    def of(cls, capture: Capture, loss_fn: LossFn, target: Any, n_microbatches: int) -> "Criterion":
-        """That of `capture` in so many micro-batches; `target` is the whole batch's."""
+    def of(cls, capture: Capture, loss: Loss, n_microbatches: int) -> "Criterion":
+        """That of `capture` in so many micro-batches."""
         rows = [len(part) for part in torch.empty(capture.batch).tensor_split(n_microbatches)]
         return cls(
-            loss_fn,
-            split_target(target, rows)[0],
+            loss.loss_fn,
+            split_target(loss.target, rows)[0],
             in_mode(capture.output_structure, training=True),
             tuple(
                 name in capture.specs and capture.specs[name].requires_grad

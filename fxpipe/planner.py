@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from fxpipe.chain_file import ChainFile
-from fxpipe.compiler import chained
+from fxpipe.costing import chained
 from fxpipe.errors import FxpipeError
 from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
 from fxpipe.optimizer import optimizer_of

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.capture import capture
-from fxpipe.criterion import Criterion
+from fxpipe.criterion import Criterion, Loss
 from fxpipe.errors import InputError, StageError
 from fxpipe.passes.analytic import analytic
 from fxpipe.stopwatch import StopWatch
@@ -18,7 +18,7 @@ X = torch.randn(6, 6)
 
 def criterion(loss_fn, target=None, model=None, m=4):
     captured = capture(model or models.Chain(), (X,), {})
-    return captured, Criterion.of(captured, loss_fn, target, m)
+    return captured, Criterion.of(captured, Loss(loss_fn, target), m)
 
 
 def test_the_first_micro_batch_meets_its_own_piece_of_the_target():
@@ -40,7 +40,7 @@ def test_outputs_are_as_the_model_returns_them_and_those_that_are_not_used_have_
 
     given = {"pair": (X[:4], X[:4]), "weight": torch.randn(6)}
     captured = capture(models.Structured(), (), given)
-    found = Criterion.of(captured, loss_fn, None, 2).gradients(
+    found = Criterion.of(captured, Loss(loss_fn, None), 2).gradients(
         [torch.randn(2, 3), torch.randn(2, 6)]
     )
     assert torch.equal(found[0], torch.ones(2, 3))

@@ -30,7 +30,7 @@ def profile_command(
     with answering(as_json) as answer:
         from fxpipe import report_profile
         from fxpipe import target as targets
-        from fxpipe.compiler import measure
+        from fxpipe.costing import measure
         from fxpipe.devices import device_named
         from fxpipe.profile_file import save_profile
         from fxpipe.progress import Progress
