@@ -1,8 +1,10 @@
 """The straight line from a model to a package, each pass in its place."""
 
 import dataclasses
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -11,7 +13,7 @@ from fxpipe.capacity import capacities
 from fxpipe.capture import capture as capture_model
 from fxpipe.capture import flat_inputs
 from fxpipe.codegen.emit import emit
-from fxpipe.costing import Line, priced
+from fxpipe.costing import priced
 from fxpipe.criterion import Loss
 from fxpipe.errors import CaptureError, PlanError
 from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan, Profile
@@ -100,7 +102,7 @@ def compile(
         optimizer = optimizer_of(optimizer)
     room = None if memory is None else capacities(memory, len(lanes))
     network = None if topology is None else network_of(topology, len(lanes))
-    line = Line(progress)
+    line = _Line(progress)
     with line("capture"):
         part = None
         try:
@@ -233,3 +235,18 @@ def _planned(
         training_factor=training_factor,
         solver=solver,
     )
+
+
+class _Line:
+    """Tells which pass runs and keeps how long each took."""
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self._progress(name)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from fxpipe.chain_file import ChainFile
-from fxpipe.costing import chained
+from fxpipe.costing import costed
+from fxpipe.criterion import Loss
 from fxpipe.errors import FxpipeError
 from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
 from fxpipe.optimizer import optimizer_of
 from fxpipe.passes import order
+from fxpipe.passes.linearize import linearize
 from fxpipe.passes.partition import partition
 from fxpipe.passes.partition_costs import edges_of
 from fxpipe.passes.search_bound import bytes_free, lower_bound_ms
@@ -83,17 +85,18 @@ def model_question(
     inputs = loaded.inputs(batch)
     model = loaded.build_without_memory() if is_analytic(costs) else loaded.build()
     with Progress() as progress, loaded.running(f"{type(model).__name__}.forward"):
-        chain, priced = chained(
+        captured, priced = costed(
             model,
             inputs.args,
             inputs.kwargs,
             devices=lanes,
             microbatches=m,
-            loss_fn=loaded.loss,
-            target=loaded.targets(batch),
+            loss=Loss.of(loaded.loss, loaded.targets(batch)),
             profile=costs,
             progress=progress,
         )
+        progress("linearize")
+        chain = linearize(captured, priced)
     return Question(
         chain=chain,
         n_devices=len(lanes),

@@ -27,9 +27,9 @@ def needed(costs=None):
 
 
 def test_values_and_gradients_that_wait():
-    # While b is computed, a and early are there; a loss holds four such as the
-    # last op's result, one in the room that results have anyway.
-    # Backward, while a's gradient is computed, b's and early's are there.
+    # While b is computed, a and early are there; a loss holds four such as the last op's result,
+    # one of them in the room that results have anyway. Backward, while a's gradient is computed,
+    # b's and early's are there.
     assert needed() == [1, 2, 2, 3]
 
 

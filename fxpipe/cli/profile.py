@@ -30,7 +30,8 @@ def profile_command(
     with answering(as_json) as answer:
         from fxpipe import report_profile
         from fxpipe import target as targets
-        from fxpipe.costing import measure
+        from fxpipe.costing import costed
+        from fxpipe.criterion import Loss
         from fxpipe.devices import device_named
         from fxpipe.profile_file import save_profile
         from fxpipe.progress import Progress
@@ -43,14 +44,13 @@ def profile_command(
         inputs = loaded.inputs(batch)
         model = loaded.build() if profile is None else loaded.build_without_memory()
         with Progress() as progress, loaded.running(f"{type(model).__name__}.forward"):
-            found = measure(
+            _, found = costed(
                 model,
                 inputs.args,
                 inputs.kwargs,
                 devices=used,
-                loss_fn=loaded.loss,
-                target=loaded.targets(batch),
                 microbatches=microbatches or min(batch, 2 * len(used)),
+                loss=Loss.of(loaded.loss, loaded.targets(batch)),
                 profile=profile,
                 progress=progress,
             )
