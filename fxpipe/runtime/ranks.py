@@ -116,7 +116,7 @@ class Ranks:
         self._patience.near = range(self.in_world(0), self.in_world(self.size))
         places = torch.arange(self.world_size).view(dp, self.size)
         self.group = self._subgroup(places)
-        self.replica_group = self._subgroup(places.T)
+        self.replica_group = self._subgroup(places.T) if dp > 1 else None
         names = {r: f"rank {self.in_world(r)}" for r in range(self.size) if r != self.rank}
         self.sending = {r: Worker(f"to {name}", name, self._trouble) for r, name in names.items()}
 

@@ -1,9 +1,10 @@
 """Tensors between ranks, on the devices that they are on: by gloo on CPUs, by NCCL on GPUs.
 
 NCCL runs what goes through one group in the order in which each rank asks for it, and a receive
-that is posted ahead would hold up a send the other way. So each direction between two ranks has a
-group of its own there, through which the sender's order is the receiver's. A wait on a GPU is the
-current stream's, not the caller's.
+that is posted ahead would hold up a send the other way; gloo's thread turns on a connection's lock
+while what has come there waits for a send. So each direction between two ranks has a group of its
+own, through which the sender's order is the receiver's. A wait on a GPU is the current stream's,
+not the caller's.
 """
 
 import time
@@ -76,7 +77,9 @@ class Transport:
     def _route(self, tensor: Tensor, route: tuple[int, int], partner: int) -> tuple[Any, int]:
         """The group, and the partner's rank in it."""
         if tensor.device.type == "cpu":
-            return self._ranks.group, partner
+            if route[0] < route[1]:
+                return self._ranks.group, partner
+            return self._ranks.world_group, self._ranks.in_world(partner)
         group = self._groups[route]
         return group, 1 - group.rank()
 
