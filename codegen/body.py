@@ -20,6 +20,7 @@ from fxpipe.codegen.growing import new_list
 from fxpipe.codegen.lines import Writer, called, is_statement
 from fxpipe.codegen.loops import CHECKPOINT, LOOP, Loop, item_of
 from fxpipe.codegen.names import Containers, is_free, path
+from fxpipe.codegen.outlived import outlived
 from fxpipe.codegen.scope import Scope
 from fxpipe.interpret import MODE
 from fxpipe.regions import PLAIN, REGION, Region
@@ -41,6 +42,8 @@ class Body:
     _region: Region = PLAIN
     _mode: bool | None = None
     _folded: dict[fx.Node, str] = field(default_factory=dict)
+    _bound: set[str] = field(default_factory=set)
+    _outlived: list[str] = field(default_factory=list)
     _short: dict[str, str] = field(default_factory=dict)
 
     def lines(self) -> Iterator[Line]:
@@ -84,8 +87,11 @@ class Body:
                 yield self._unpack(node, items, writer)
             elif after is not None and self._folds(node, after, uses, writer):
                 self._folded[node] = writer.expression(node)
+                self._outlive(node)
             else:
                 yield from self._write(node, writer, wanted=uses[node.name] > 0)
+                self._outlive(node)
+                yield from self._delete()
 
     def _enter(self, region: Region) -> Iterator[Line]:
         """What runs under another grad mode or autocast stands below a `with`."""
@@ -160,10 +166,22 @@ class Body:
 
     def _write(self, node: fx.Node, writer: Writer, wanted: bool) -> Iterator[Line]:
         statement = writer.statement(node, self.names[node.name], wanted)
+        self._bound.add(self.names[node.name])
         *before, last = _unparenthesized(statement).splitlines()
         yield from (Line(self._indent + line) for line in before)
         spec = self.scope.specs.get(node.name)
         yield Line(self._indent + last, "" if spec is None else str(spec))
+
+    def _outlive(self, node: fx.Node) -> None:
+        """Note what nobody reads behind `node`, and no later line binds anew."""
+        found = outlived(node, self.scope.nodes, self.names, self.scope.outputs)
+        self._outlived += [name for name in found if name in self._bound]
+
+    def _delete(self) -> Iterator[Line]:
+        if self._outlived:
+            yield Line(f"{self._indent}del {', '.join(self._outlived)}")
+            self._bound -= {*self._outlived}
+            self._outlived = []
 
     def _unpack(self, node: fx.Node, items: Sequence[fx.Node | None], writer: Writer) -> Line:
         variables = ", ".join(self.names[item.name] if item else "_" for item in items)

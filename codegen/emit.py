@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.codegen.blocks import roll
 from fxpipe.codegen.names import plain
+from fxpipe.codegen.outlived import mark
 from fxpipe.codegen.segments import segment_spec
 from fxpipe.codegen.stage_file import StageFile, blocks_file, stage_file
 from fxpipe.ir import Capture, PackageFiles, Plan, Profile, StageWiring, Wiring, own_storage
@@ -48,6 +49,7 @@ def emit(
 ) -> tuple[Manifest, PackageFiles]:
     """Write all files in memory. Equal arguments give equal bytes."""
     n = len(wiring.stages)
+    mark(capture, profile)
     rolled = roll(capture, wiring)
     wiring = Wiring(
         tuple(
