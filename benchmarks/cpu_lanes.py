@@ -7,11 +7,12 @@
 The same transformer blocks, weights and batch; a lane or a process has one thread. Ours runs 1F1B
 in one process, and beside it interleaved, ZB-V and what the search plans; theirs every schedule it
 has for two processes, of which the fastest counts. 1F1B can't be shorter than `limit`: plain, on
-two lanes, and its bubble. All run in turns, a step each, so that what else the machine does falls
-on all alike. First, losses and gradients are compared with the plain model's.
+two lanes, and its bubble. All run in turns, a step each in random order, so that what else the
+machine does, and what ran before, falls on all alike. First, losses and gradients are compared with the plain model's.
 """
 
 import argparse
+import random
 import tempfile
 from pathlib import Path
 
@@ -75,12 +76,13 @@ def measure(work: Workload, peer: Peer, compiled: bool, rounds: int) -> dict[str
     for _ in range(rounds):
         model.zero_grad()
         times["plain"].append(milliseconds(plain))
-        for name, pipe in ours.items():
-            pipe.zero_grad()
-            step = milliseconds(lambda p=pipe: p.step(x, target=target, loss_fn=loss_fn))
+        for name in random.sample([*ours, *SCHEDULES], len(ours) + len(SCHEDULES)):
+            if pipe := ours.get(name):
+                pipe.zero_grad()
+                step = milliseconds(lambda p=pipe: p.step(x, target=target, loss_fn=loss_fn))
+            else:
+                step = peer.step(name)[0]
             times[name].append(step)
-        for name in SCHEDULES:
-            times[name].append(peer.step(name)[0])
     return times
 
 
@@ -99,7 +101,7 @@ def main() -> None:
     goals = {work: all_[: 1 + options.compile] for work, all_ in GOALS.items()}
     text = (
         f"# Two CPU lanes against two processes\n\n{machine()}.\n"
-        "Milliseconds of a training step in turns taken one after the other; plain is one "
+        "Milliseconds of a training step in turns, each in random order; plain is one "
         "thread, micro-batch by\nmicro-batch; torch.distributed.pipelining has two gloo processes "
         "of one thread each, fxpipe one process of\ntwo lanes, 1F1B if not said otherwise; limit "
         "is plain on two lanes with the bubble of 1F1B.\n"

@@ -7,13 +7,14 @@
 
 Two gloo ranks of one thread each, on the transformer blocks, weights and batches of cpu_lanes.py.
 Ours runs under `load(..., distributed=True)`, theirs every schedule it has for two processes, of
-which the fastest counts. All run in turns, a step each, so that what else the machine does falls on
-all alike. First, losses and gradients are compared with the plain model's. Then
+which the fastest counts. All run in turns, a step each in random order, so that what else the
+machine does, and what ran before, falls on all alike. First, losses and gradients are compared with the plain model's. Then
 peak memory, what an action that computes nothing costs with its messages, and a U-Net whose skips
 pass over stages.
 """
 
 import argparse
+import random
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -184,7 +185,7 @@ def measure(
     for _ in range(rounds):
         model.zero_grad()
         times["plain"].append(milliseconds(plain))
-        for name in names:
+        for name in random.sample(names, len(names)):
             times[name].append(peer.step(name)[0])
     return times, peaks
 
@@ -256,7 +257,7 @@ def main() -> None:
         f"# Two processes\n\n{machine()}.\n"
         "fxpipe under `load(..., distributed=True)` and torch.distributed.pipelining in the same "
         "two gloo processes of one\nthread each. Milliseconds of a training step in "
-        f"{options.rounds} turns taken one after the other; plain is one thread,\nmicro-batch by "
+        f"{options.rounds} turns, each in random order; plain is one thread,\nmicro-batch by "
         "micro-batch; limit is plain on two ranks with the bubble of 1F1B.\n"
         f"Made by `python benchmarks/distributed.py{' --compile' * options.compile} --write`.\n\n"
         f"{tables(times, SCHEDULES, goals)}\n\n"
