@@ -8,7 +8,8 @@ The same transformer blocks, weights and batch; a lane or a process has one thre
 in one process, and beside it interleaved, ZB-V and what the search plans; theirs every schedule it
 has for two processes, of which the fastest counts. 1F1B can't be shorter than `limit`: plain, on
 two lanes, and its bubble. All run in turns, a step each in random order, so that what else the
-machine does, and what ran before, falls on all alike. First, losses and gradients are compared with the plain model's.
+machine does, and what ran before, falls on all alike. First, losses and gradients are compared with
+the plain model's.
 """
 
 import argparse

@@ -8,9 +8,9 @@
 Two gloo ranks of one thread each, on the transformer blocks, weights and batches of cpu_lanes.py.
 Ours runs under `load(..., distributed=True)`, theirs every schedule it has for two processes, of
 which the fastest counts. All run in turns, a step each in random order, so that what else the
-machine does, and what ran before, falls on all alike. First, losses and gradients are compared with the plain model's. Then
-peak memory, what an action that computes nothing costs with its messages, and a U-Net whose skips
-pass over stages.
+machine does, and what ran before, falls on all alike. First, losses and gradients are compared with
+the plain model's. Then peak memory, what an action that computes nothing costs with its messages,
+and a U-Net whose skips pass over stages.
 """
 
 import argparse
