@@ -42,7 +42,7 @@ class Body:
     _region: Region = PLAIN
     _mode: bool | None = None
     _folded: dict[fx.Node, str] = field(default_factory=dict)
-    _bound: set[str] = field(default_factory=set)
+    _written: set[fx.Node] = field(default_factory=set)
     _outlived: list[str] = field(default_factory=list)
     _short: dict[str, str] = field(default_factory=dict)
 
@@ -166,21 +166,20 @@ class Body:
 
     def _write(self, node: fx.Node, writer: Writer, wanted: bool) -> Iterator[Line]:
         statement = writer.statement(node, self.names[node.name], wanted)
-        self._bound.add(self.names[node.name])
+        self._written.add(node)
         *before, last = _unparenthesized(statement).splitlines()
         yield from (Line(self._indent + line) for line in before)
         spec = self.scope.specs.get(node.name)
         yield Line(self._indent + last, "" if spec is None else str(spec))
 
     def _outlive(self, node: fx.Node) -> None:
-        """Note what nobody reads behind `node`, and no later line binds anew."""
+        """Note what a line has bound, nobody reads behind `node`, and no later line binds anew."""
         found = outlived(node, self.scope.nodes, self.names, self.scope.outputs)
-        self._outlived += [name for name in found if name in self._bound]
+        self._outlived += [self.names[value.name] for value in found if value in self._written]
 
     def _delete(self) -> Iterator[Line]:
         if self._outlived:
             yield Line(f"{self._indent}del {', '.join(self._outlived)}")
-            self._bound -= {*self._outlived}
             self._outlived = []
 
     def _unpack(self, node: fx.Node, items: Sequence[fx.Node | None], writer: Writer) -> Line:

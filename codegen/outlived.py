@@ -32,15 +32,15 @@ def mark(capture: Capture, profile: Profile) -> None:
 
 def outlived(
     node: fx.Node, nodes: Sequence[fx.Node], names: Mapping[str, str], outputs: Collection[str]
-) -> list[str]:
-    """The variables of what `node` joins that would hold it through the rest of `nodes`."""
+) -> list[fx.Node]:
+    """The values that `node` joins whose variables would hold them through the rest of `nodes`."""
     if node.target not in _JOINS or node is nodes[-1]:
         return []
     after = nodes[nodes.index(node) + 1 :]
     read = {*outputs, *(value.name for later in after for value in later.all_input_nodes)}
     bound = {names.get(later.name) for later in (node, *after)}
     return [
-        names[value.name]
+        value
         for value in node.all_input_nodes
         if value.meta.get(GIVEN_UP)
         and value.name not in read

@@ -356,3 +356,23 @@ def test_what_holds_no_memory_by_itself_is_left(tmp_path, branch, tail):
 
 def test_what_is_read_behind_the_join_is_left(tmp_path):
     assert deleted(flipped, lambda joined, a: joined[:, :6].sin() + a, tmp_path) == ["b"]
+
+
+def test_an_expression_has_no_variable_to_delete(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Linear(6, 6)
+
+        def forward(self, x):
+            x = self.scale(x)
+            if self.training:
+                flip = x.flip(1)
+                x = flip.sin() + flip
+            return torch.cat((x.flip(1), x), dim=1).sin() + 1
+
+    model, x = Twice().double(), torch.randn(4, 6).double()
+    package = fxpipe.compile(model, (x,), devices="cpu*1", microbatches=2, profile="analytic:cpu")
+    pipe = fxpipe.load(package.write(tmp_path / "out", weights=True)).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(pipe(x), model.eval()(x))
