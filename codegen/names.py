@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from torch import fx, nn
 
 from fxpipe.codegen.functions import function_called
+from fxpipe.interpret import NAMED
 from fxpipe.specs import SIZES
 
 _IMPORTED = {"torch", "nn", "F", "Tensor", "math", "operator", "checkpoint"}
@@ -32,7 +33,8 @@ def local_names(
     `called` are those with a name of their own, `throughout` those that loops read in each round.
     The graph numbers its values (`x_3`, `x_4`); a person writes `x` again and again. A number is
     kept only where the unnumbered name still holds a value that is read later. So memory is given
-    back as early as in the user's own code.
+    back as early as in the user's own code; what is the beginning of a longer expression has the
+    variable that the user's line assigns, if that is free.
     """
     last_use: dict[str, int] = dict.fromkeys(outputs, len(ops))
     for place, node in enumerate(ops):
@@ -46,11 +48,17 @@ def local_names(
         for value in throughout.get(node.name, ()):
             made = last_use[node.name] if _is_tuple(node) else place
             last_use[value] = max(made + 1, last_use[value])
+    begun = _begun(ops)
     made_at = [*((-1, name) for name in inputs), *((k, node.name) for k, node in enumerate(ops))]
     functions = {function_called(node) for node in ops}
     taken_until: dict[str, int] = {}
     chosen: dict[str, str] = {}
     for place, value in made_at:
+        onto = base_name(begun[value]) if value in begun else None
+        if onto is not None and onto not in functions and taken_until.get(onto, -1) <= place:
+            chosen[value] = onto
+            taken_until[onto] = last_use[value]
+            continue
         variable = base = base_name(called.get(value, value))
         if base in functions:
             variable = base = f"{base}_"
@@ -65,6 +73,21 @@ def local_names(
 
 def _is_tuple(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), tuple | list)
+
+
+def _begun(ops: Sequence[fx.Node]) -> dict[str, str]:
+    """Values without a name that the next step of the user's line reads: the variable of that."""
+    begun: dict[str, str] = {}
+    here = set(ops)
+    for node in reversed(ops):
+        if node.meta.get(NAMED) != "word" or len(node.users) != 1:
+            continue
+        (user,) = node.users
+        assigned = user.name if user.meta.get(NAMED) == "variable" else begun.get(user.name)
+        on_its_line = user.meta.get("frames") == node.meta.get("frames") != ()
+        if assigned and on_its_line and user in here and user.args[:1] == (node,):
+            begun[node.name] = assigned
+    return begun
 
 
 def called_values(ops: Iterable[fx.Node]) -> dict[str, str]:

@@ -7,34 +7,31 @@ they are as large as the result, and no backward of its own keeps them.
 
 from collections.abc import Collection, Mapping, Sequence
 
-import torch
 from torch import fx
 
 from fxpipe.interpret import MODE
 from fxpipe.ir import Capture, Profile
 from fxpipe.regions import REGION
+from fxpipe.variables import JOINS
 
 # The key of a node's meta that says that its result is memory of its own, which no backward keeps.
 GIVEN_UP = "given up"
-_JOINS = {
-    *(torch.cat, torch.concat, torch.concatenate, torch.stack),
-    *(torch.hstack, torch.vstack, torch.dstack),
-}
 
 
 def mark(capture: Capture, profile: Profile) -> None:
     """Say of each op in its node's meta whether its result is given up."""
     kept = {storage for cost in profile.costs.values() for storage, _ in cost.saved}
     for node in capture.graph.nodes:
-        op = capture.ops.get(node.name)
-        node.meta[GIVEN_UP] = op is not None and op.storage == node.name and node.name not in kept
+        op, spec = capture.ops.get(node.name), capture.specs.get(node.name)
+        own = op is not None and op.storage == node.name and node.name not in kept
+        node.meta[GIVEN_UP] = own and spec is not None and 0 not in spec.shape
 
 
 def outlived(
     node: fx.Node, nodes: Sequence[fx.Node], names: Mapping[str, str], outputs: Collection[str]
 ) -> list[fx.Node]:
     """The values that `node` joins whose variables would hold them through the rest of `nodes`."""
-    if node.target not in _JOINS or node is nodes[-1]:
+    if node.target not in JOINS or node is nodes[-1]:
         return []
     after = nodes[nodes.index(node) + 1 :]
     read = {*outputs, *(value.name for later in after for value in later.all_input_nodes)}

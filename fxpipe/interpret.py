@@ -17,6 +17,9 @@ DTYPE = "$dtype"
 # which others it stands where the modes part.
 MODE = "mode"
 HUNK = "hunk"
+# Whether a value has its name from a variable of the user's ("variable"), from what made it
+# ("maker"), or is it but a word for what the op does ("word").
+NAMED = "named"
 
 Compute = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 Hook = Callable[[fx.Node, Compute, tuple[Any, ...], dict[str, Any]], Any]

@@ -41,6 +41,7 @@ HELPERS = (
     "fxpipe.stopwatch",
     "fxpipe.straight",
     "fxpipe.topology",
+    "fxpipe.variables",
     "fxpipe.whole",
 )
 RULES = {
@@ -69,6 +70,7 @@ RULES = {
             "fxpipe.stopwatch",
             "fxpipe.straight",
             "fxpipe.topology",
+            "fxpipe.variables",
         ),
     ),
     "fxpipe.capture": (*BASE, *HELPERS, "fxpipe.capture"),
@@ -137,8 +139,9 @@ def passes_that_may_be_imported_by(name: str) -> tuple[str, ...]:
         return (*family, *orders, *simulator, "fxpipe.passes.checkpoints")
     if name.startswith("fxpipe.passes.search"):
         family = (other for other in KNOWN if other.startswith("fxpipe.passes.search"))
-        priced = ("checkpoints", "partition_costs", "partition_path", "partition_tidy")
-        return (*family, *orders, *simulator, *(f"fxpipe.passes.{part}" for part in priced))
+        priced = ("costs", "path", "stages", "tidy")
+        partition = (f"fxpipe.passes.partition_{part}" for part in priced)
+        return (*family, *orders, *simulator, *partition, "fxpipe.passes.checkpoints")
     return simulator if name in simulator else ()
 
 

@@ -12,9 +12,11 @@ from typing import Any
 from torch import fx, nn
 
 from fxpipe.capture.simplify import named_by_user, word_of
+from fxpipe.interpret import NAMED
 from fxpipe.ir import Op
 from fxpipe.runtime.leaves import leaves
 from fxpipe.runtime.structure import Structure
+from fxpipe.variables import base
 
 # What shows the same values in another form keeps their name.
 _SAME = {
@@ -75,17 +77,15 @@ def name_values(
     }
 
 
-def base(name: str) -> str:
-    """A name without the numbers that tell it from others."""
-    return re.sub(r"(_\d+)+$", "", name)
-
-
 def _variable(node: fx.Node, result: str | None, modules: Mapping[str, nn.Module]) -> str:
+    node.meta[NAMED] = "variable"
     if "variable" in node.meta:
         return base(node.meta["variable"])
     if named_by_user(node):
         return base(node.name)
-    return result or _list_item(node) or _maker(node, modules) or _form_of(node) or _word(node)
+    made = result or _list_item(node) or _maker(node, modules) or _form_of(node)
+    node.meta[NAMED] = "word" if made is None else "maker"
+    return made or _word(node)
 
 
 def _list_item(node: fx.Node) -> str | None:

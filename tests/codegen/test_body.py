@@ -342,6 +342,41 @@ def test_what_was_joined_is_deleted_if_nothing_keeps_it(tmp_path):
     assert deleted(flipped, lambda joined, _: joined.sin() + 1, tmp_path) == ["a, b"]
 
 
+def test_what_is_empty_is_not_deleted(tmp_path):
+    def tail(joined, _):
+        nothing = joined.new_zeros(joined.size(0), 0)
+        joined = torch.cat((nothing, joined), dim=1)
+        return joined.sin() + 1
+
+    assert deleted(flipped, tail, tmp_path) == ["a, b", "cat"]
+
+
+def test_the_beginning_of_an_expression_has_the_variable_of_its_line(tmp_path):
+    """So its memory is given back when the model gives it back."""
+
+    class Scores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(6))
+            self.query = nn.Linear(6, 6)
+
+        def own_bias(self):
+            return self.bias.exp()
+
+        def forward(self, x):
+            query = self.query(x)
+            scores = query * 0.5 * query.size(1) + self.own_bias()
+            query = query * 2 + self.own_bias() * query
+            return scores.softmax(1) + query
+
+    package = verified(Scores, lambda rows: {"x": torch.randn(rows, 6)}, tmp_path, devices="cpu*1")
+    lines = [line.strip().partition("  #")[0] for line in package.files["stage_0.py"].splitlines()]
+    assert "scores = query * 0.5 * 6" in lines
+    assert "scores = scores + own_bias" in lines
+    # The second line reads the query again, which has to stay.
+    assert "query = product + own_bias * query" in lines
+
+
 @pytest.mark.parametrize(
     ("branch", "tail"),
     [

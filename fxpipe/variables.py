@@ -1,0 +1,74 @@
+"""How long the variables of the user's lines hold what is assigned to them.
+
+A variable of a function is there until the function ends, or until a later line assigns to it
+anew; a stage's code is the user's, so its variables are too.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from fxpipe.interpret import NAMED
+from fxpipe.ir import Capture
+
+# A stage deletes what these have joined, if it is read no more (codegen/outlived.py).
+JOINS = {
+    *(torch.cat, torch.concat, torch.concatenate, torch.stack),
+    *(torch.hstack, torch.vstack, torch.dstack),
+}
+
+
+def held_until(capture: Capture, order: Sequence[str]) -> dict[str, int]:
+    """By value: the last place in `order` at which its variable still holds it.
+
+    What is part of a longer expression has no variable, and is left out.
+    """
+    nodes = {node.name: node for node in capture.graph.nodes}
+    place = {name: k for k, name in enumerate(order)}
+    frames, ends = _frames([_home(capture, nodes[name]) for name in order])
+    assigned: dict[tuple[int, str], list[str]] = defaultdict(list)
+    for name, frame in zip(order, frames, strict=True):
+        if nodes[name].meta.get(NAMED) == "variable":
+            assigned[frame, base(name)].append(name)
+    held: dict[str, int] = {}
+    for (frame, _), names in assigned.items():
+        for name in names:
+            readers = [user for user in nodes[name].users if user.name in place]
+            last = max((place[user.name] for user in readers), default=place[name])
+            if any(user.target in JOINS and place[user.name] == last for user in readers):
+                held[name] = last
+                continue
+            anew = (place[other] for other in names if place[other] >= max(last, place[name] + 1))
+            held[name] = min(anew, default=ends[frame])
+    return held
+
+
+def base(name: str) -> str:
+    """A name without the numbers that tell it from others."""
+    return re.sub(r"(_\d+)+$", "", name)
+
+
+def _home(capture: Capture, node: fx.Node) -> str:
+    """The path of the module whose forward has the line of `node`."""
+    module = capture.ops[node.name].module
+    return module.rpartition(".")[0] if node.op == "call_module" else module
+
+
+def _frames(homes: Sequence[str]) -> tuple[list[int], list[int]]:
+    """For each place the call of a module whose line it is, and for each call its last place."""
+    frames: list[int] = []
+    ends: list[int] = []
+    running: list[tuple[str, int]] = []
+    for k, home in enumerate(homes):
+        while running and not f"{home}.".startswith(f"{running[-1][0]}." if running[-1][0] else ""):
+            running.pop()
+        if not running or running[-1][0] != home:
+            running.append((home, len(ends)))
+            ends.append(k)
+        for _, call in running:
+            ends[call] = k
+        frames.append(running[-1][1])
+    return frames, ends
