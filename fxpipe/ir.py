@@ -221,11 +221,13 @@ class Block:
     """Ops that must stay on one device, in order, with their cost.
 
     `saved` and `parameters` name storages, so that what two blocks share is counted once a stage.
-    `weight_gradient_ms` is what of `backward_ms` is for weights alone. While the block runs, either
-    way, `workspace_bytes` are there on top of what blocks up to it save. A backward in two halves
-    takes `halving_ms` longer, `arriving_bytes` of gradients wait for the second half, and on top of
-    what all blocks save there are `input_workspace_bytes`, then `weight_workspace_bytes`. To be
-    computed again, a forward keeps copies of the buffers it writes, `written_bytes`.
+    `weight_gradient_ms` is what of `backward_ms` is for weights alone. While the block runs,
+    `forward_workspace_bytes`, then `backward_workspace_bytes`, are there on top of what blocks up
+    to it save. A backward in two halves takes `halving_ms` longer, `arriving_bytes` of gradients
+    wait for the second half, and on top of what all blocks save there are `input_workspace_bytes`,
+    then `weight_workspace_bytes`. To be computed again, a forward keeps copies of the buffers it
+    writes, `written_bytes`. Of the forward's workspace are the values `waiting`, of earlier blocks,
+    and of the backward's and its first half's the gradients of the values `returning`.
     """
 
     ops: tuple[str, ...]
@@ -234,13 +236,16 @@ class Block:
     saved: tuple[tuple[str, int], ...] = ()
     parameters: tuple[tuple[str, int], ...] = ()
     buffers: tuple[tuple[str, int], ...] = ()
-    workspace_bytes: int = 0
+    forward_workspace_bytes: int = 0
+    backward_workspace_bytes: int = 0
     weight_gradient_ms: float = 0.0
     arriving_bytes: int = 0
     halving_ms: float = 0.0
     written_bytes: int = 0
     input_workspace_bytes: int = 0
     weight_workspace_bytes: int = 0
+    waiting: frozenset[str] = frozenset()
+    returning: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

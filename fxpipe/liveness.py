@@ -1,14 +1,15 @@
 """What each op needs at its fullest besides what ops save: values and gradients that still wait.
 
-Forward, a value that no backward keeps is there from its op to its last reader; backward, a value's
-gradient from its last reader to its op.
+Forward, a value that no backward keeps is there from its op to its last reader, or for as long as
+the variable that it is assigned to; backward, a value's gradient from its last reader to its op.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 from fxpipe.ir import Capture, OpCost
+from fxpipe.variables import held_until
 
 # What is there at once of a loss that was not measured, in tensors like the output: one such as
 # cross entropy has its logarithms, their gradient and the output's, and some keep the output too.
@@ -16,10 +17,16 @@ _LOSS_TENSORS = 4
 
 
 class Needed(NamedTuple):
-    """What an op needs on top of what is saved, as it runs and in a whole backward."""
+    """What an op needs on top of what is saved, as it runs and in a whole backward.
+
+    Among it are the values `waiting`, of ops before, and the gradients of the values `returning`,
+    which have no other views.
+    """
 
     forward_bytes: int
     backward_bytes: int
+    waiting: frozenset[str]
+    returning: frozenset[str]
 
 
 def workspaces(
@@ -36,6 +43,7 @@ def workspaces(
     """
     place = {name: k for k, name in enumerate(order)}
     end = len(order)
+    names = Counter(capture.ops[name].storage for name in order)
     made: dict[str, int] = {}
     last: dict[str, int] = {}
     sizes: dict[str, int] = {}
@@ -56,19 +64,27 @@ def workspaces(
         for storage, _ in costs[name].saved if name in costs else ():
             kept_from.setdefault(storage, k)
     outputs = {capture.ops[name].storage for name in capture.outputs if name in place}
-    waits, gradients = [0] * (end + 1), [0] * (end + 1)
-    for storage, size in sizes.items():
-        until = end - 1 if storage in outputs else last[storage]
-        _add(waits, made[storage] + 1, min(until, kept_from.get(storage, end) - 1), size)
-        if storage in trained:
-            _add(gradients, made[storage], last[storage] - 1, size)
+    held: dict[str, int] = {}
+    for name, until in held_until(capture, order).items():
+        storage = capture.ops[name].storage
+        held[storage] = max(until, held.get(storage, until))
+    waiting, returning = ([set[str]() for _ in order] for _ in range(2))
+    for storage in sizes:
+        until = end - 1 if storage in outputs else max(last[storage], held.get(storage, 0))
+        for k in range(made[storage] + 1, min(until, kept_from.get(storage, end) - 1) + 1):
+            waiting[k].add(storage)
+        for k in range(made[storage], last[storage]) if storage in trained else ():
+            returning[k].add(storage)
     needed: dict[str, Needed] = {}
-    both = zip(order, accumulate(waits), accumulate(gradients), strict=False)
-    for k, (name, waiting, arriving) in enumerate(both):
+    for k, name in enumerate(order):
         cost = costs.get(name, OpCost(0.0, 0.0))
         new = sum(b for s, b in cost.saved if kept_from[s] == k and made.get(s, k) == k)
-        forward = waiting + max(0, cost.workspace_bytes - new)
-        needed[name] = Needed(forward, arriving + cost.backward_bytes)
+        needed[name] = Needed(
+            sum(sizes[storage] for storage in waiting[k]) + max(0, cost.workspace_bytes - new),
+            sum(sizes[storage] for storage in returning[k]) + cost.backward_bytes,
+            frozenset(waiting[k]),
+            frozenset(storage for storage in returning[k] if names[storage] == 1),
+        )
     result = [storage for storage in outputs & trained if storage in sizes]
     if loss_bytes is None:
         loss_bytes = sum(sizes[storage] * _LOSS_TENSORS for storage in result)
@@ -79,12 +95,7 @@ def workspaces(
         # computes it again, that moment is the fuller one.) Others may be of earlier stages.
         loss_bytes -= sizes[final] * (1 + (final in kept_from))
     last_op = needed[order[-1]]
-    needed[order[-1]] = last_op._replace(forward_bytes=max(last_op.forward_bytes, loss_bytes))
+    forward_bytes = max(last_op.forward_bytes, loss_bytes)
+    # The room that the loss takes has none of what waits in it.
+    needed[order[-1]] = last_op._replace(forward_bytes=forward_bytes, waiting=frozenset())
     return needed
-
-
-def _add(steps: list[int], first: int, final: int, size: int) -> None:
-    """Let the sums of `steps` have `size` more from place `first` to `final`."""
-    if first <= final:
-        steps[first] += size
-        steps[final + 1] -= size

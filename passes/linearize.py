@@ -232,6 +232,7 @@ def _block(
         parameters |= weights
         buffers |= others
     written = {storage for node in nodes for storage in capture.ops[node.name].mutates}
+    own = [needed[node.name] for node in nodes]
     return Block(
         ops=tuple(node.name for node in nodes),
         forward_ms=sum(cost.forward_ms for cost in costs),
@@ -239,7 +240,8 @@ def _block(
         saved=tuple({name: size for cost in costs for name, size in cost.saved}.items()),
         parameters=tuple(parameters.items()),
         buffers=tuple(buffers.items()),
-        workspace_bytes=max(max(needed[node.name]) for node in nodes),
+        forward_workspace_bytes=max(op.forward_bytes for op in own),
+        backward_workspace_bytes=max(op.backward_bytes for op in own),
         weight_gradient_ms=sum(cost.weight_gradient_ms for cost in costs),
         arriving_bytes=sum(
             max(0, cost.arriving_bytes - returned.get(node.name, 0))
@@ -249,6 +251,9 @@ def _block(
         written_bytes=sum(size for name, size in buffers.items() if own_storage(name) in written),
         input_workspace_bytes=max(of_inputs for of_inputs, _ in halves),
         weight_workspace_bytes=max(of_weights for _, of_weights in halves),
+        # What only some of the ops find there may not be what is there at the fullest.
+        waiting=frozenset.intersection(*(op.waiting for op in own)),
+        returning=frozenset.intersection(*(op.returning for op in own)),
     )
 
 
@@ -270,11 +275,11 @@ def _state(capture: Capture, node: fx.Node) -> tuple[dict[str, int], dict[str, i
 
 
 def _halves(cost: OpCost, needed: Needed, weight_bytes: int) -> tuple[int, int]:
-    """What an op needs in the first half of a backward, which may compute it again, and the second.
+    """What an op needs in the first half of a backward and in the second.
 
     In the second no gradients are on their way; those of weights are as large as these.
     """
-    forward, backward = needed
+    backward = needed.backward_bytes
     if cost.arriving_bytes:
-        return max(forward, backward - weight_bytes), cost.backward_bytes
-    return (forward, backward) if cost.weight_gradient_ms else (max(needed), 0)
+        return backward - weight_bytes, cost.backward_bytes
+    return (0, backward) if cost.weight_gradient_ms else (backward, 0)

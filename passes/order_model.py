@@ -129,7 +129,8 @@ class OrderModel:
             since, n_bytes = self.starts[action], problem.held_bytes(action)
             self._hold(action.stage, action.microbatch, since, n_bytes)
         for action in self._actions(*PARTS):
-            needed = problem.stages[action.stage].workspace_of(action.kind)
+            again = problem.recompute[action.stage][action.microbatch]
+            needed = problem.stages[action.stage].workspace_of(action.kind, again)
             one = (self.starts[action], self.ends[action], needed)
             self.held[problem.devices[action.stage]].append(one)
         for device, held in enumerate(self.held):

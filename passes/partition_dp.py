@@ -231,7 +231,9 @@ def _first_starts(
     for end in range(1, len(edges)):
         move(end - 1, 1)
         while start < end:
-            workspace = max(block.workspace_bytes for block in blocks[edges[start] : edges[end]])
+            inside = blocks[edges[start] : edges[end]]
+            forward = max(block.forward_workspace_bytes for block in inside)
+            workspace = max(forward, *(block.backward_workspace_bytes for block in inside))
             need = (1 + problem.training_factor) * held["parameters"] + held["buffers"] + workspace
             need += max(
                 saved * held["saved"] + (in_flight + 1) * received[start]

@@ -28,7 +28,8 @@ class ChainArrays:
     backward_before: _Floats
     weight_before: _Floats
     halving_before: _Floats
-    workspaces: _Ints
+    forward_workspaces: _Ints
+    backward_workspaces: _Ints
     input_workspaces: _Ints
     weight_workspaces: _Ints
     arriving_before: _Ints
@@ -67,9 +68,10 @@ def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
         backward_before=_before(block.backward_ms for block in blocks),
         weight_before=_before(block.weight_gradient_ms for block in blocks),
         halving_before=_before(block.halving_ms for block in blocks),
-        workspaces=np.array([block.workspace_bytes for block in blocks], np.int64),
-        input_workspaces=np.array([block.input_workspace_bytes for block in blocks], np.int64),
-        weight_workspaces=np.array([block.weight_workspace_bytes for block in blocks], np.int64),
+        forward_workspaces=_each(block.forward_workspace_bytes for block in blocks),
+        backward_workspaces=_each(block.backward_workspace_bytes for block in blocks),
+        input_workspaces=_each(block.input_workspace_bytes for block in blocks),
+        weight_workspaces=_each(block.weight_workspace_bytes for block in blocks),
         arriving_before=_bytes_before(block.arriving_bytes for block in blocks),
         written_before=_bytes_before(block.written_bytes for block in blocks),
         crossing=np.array(crossing(chain)[1], np.int64),
@@ -109,6 +111,10 @@ def _before(costs: Iterable[float]) -> _Floats:
 
 def _bytes_before(sizes: Iterable[int]) -> _Ints:
     return np.concatenate(([0], np.cumsum(list(sizes), dtype=np.int64)))
+
+
+def _each(sizes: Iterable[int]) -> _Ints:
+    return np.array(list(sizes), np.int64)
 
 
 def _ends(lists: Sequence[Sequence[Any]]) -> _Ints:

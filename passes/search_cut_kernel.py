@@ -3,7 +3,7 @@
 import numpy as np
 
 from fxpipe.jit import compiled
-from fxpipe.passes.partition_costs import FRAGMENTATION
+from fxpipe.passes.partition_stages import FRAGMENTATION
 from fxpipe.passes.simulate_kernel import BACKWARD, FORWARD, INPUT, WEIGHT
 
 
@@ -100,7 +100,8 @@ def stage_memory(  # type: ignore[no-untyped-def]
 def cut(  # type: ignore[no-untyped-def]
     bounds, n_microbatches, device_of, prices,
     action_ms, forward_before, backward_before, weight_before, halving_before,
-    workspaces, input_workspaces, weight_workspaces, arriving_before, written_before, crossing,
+    forward_workspaces, backward_workspaces, input_workspaces, weight_workspaces,
+    arriving_before, written_before, crossing,
     saved_ends, saved_befores, saved_sizes, saved_values,
     static_ends, static_befores, static_sizes,
     producers, value_sizes, gradients, read_ends, readers,
@@ -113,7 +114,7 @@ def cut(  # type: ignore[no-untyped-def]
     n, n_devices = len(bounds) - 1, len(latency)
     lasts = np.empty((4, n, 2))
     keeps, comes_back = np.zeros((n, 2), np.int64), np.zeros((n, 2), np.int64)
-    workspace = np.zeros((4, n), np.int64)
+    workspace = np.zeros((4, n, 2), np.int64)
     at_rest = np.zeros(n_devices, np.int64)
     arriving = np.zeros(n, np.int64)
     sends_back, received = np.zeros(n, np.bool_), np.zeros(n, np.int64)
@@ -173,18 +174,23 @@ def cut(  # type: ignore[no-untyped-def]
         arriving[j] = comes - largest
         if sends_back[j]:
             arriving[j] += arriving_before[end] - arriving_before[begin]
-        needed, of_inputs, of_weights = 0, 0, 0
+        needed, of_both, of_inputs, of_weights = 0, 0, 0, 0
         for k in range(begin, end):
-            needed = max(needed, workspaces[k])
+            needed = max(needed, forward_workspaces[k])
+            of_both = max(of_both, backward_workspaces[k])
             of_inputs = max(of_inputs, input_workspaces[k])
             of_weights = max(of_weights, weight_workspaces[k])
-        if needed > 0:
-            # As partition_costs has it, but for what it knows not to be there at the same time.
+        if not sends_back[j]:
+            of_inputs, of_weights = of_both, of_both
+        if max(needed, of_both) > 0:
+            # As partition_stages has it, but for what it knows not to be there at the same time.
             share = int(np.ceil(FRAGMENTATION * (static + kept + comes)))
-            workspace[:, j] = needed + received[j] + share
-            if sends_back[j]:
-                workspace[INPUT, j] = of_inputs + received[j] + share
-                workspace[WEIGHT, j] = of_weights + share
+            if again[begin:end].any():
+                of_both, of_inputs = max(of_both, needed), max(of_inputs, needed)
+            workspace[FORWARD, j] = needed + received[j] + share
+            workspace[BACKWARD, j] = of_both + share
+            workspace[INPUT, j] = of_inputs + share
+            workspace[WEIGHT, j] = of_weights + share
     outbox_ends = np.zeros(2 * n, np.int64)
     receivers = np.empty(n * n, np.int64)
     sizes, transfers = np.empty(n * n, np.int64), np.empty(n * n)
@@ -198,7 +204,7 @@ def cut(  # type: ignore[no-untyped-def]
             size = there[j, other] if box % 2 == 0 else back[other, j]
             if device_of[other] == device_of[j]:
                 # The value waits there, then its gradient (simulate.handed_bytes).
-                if box % 2 == 0 and size > 0 and workspace[FORWARD, j] > 0:
+                if box % 2 == 0 and size > 0 and workspace[BACKWARD, j, 0] > 0:
                     keeps[j] += size
             elif size >= 0:
                 d, e = device_of[j], device_of[other]

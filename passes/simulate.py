@@ -14,11 +14,11 @@ Rules, all of them:
 - A stage holds, for each micro-batch, its saved bytes from the start of F to the end of B or W,
   what it receives from the start of the transfer to that end, the model's inputs from the start of
   F to that end, and its workspace while an action runs. If it recomputes the micro-batch, its saved
-  bytes count from the start of B or I only, which takes the forward's time on top, and copies of
-  the buffers it writes from the start of F to the end of B or W; of a stage with segments, what
-  these compute again. What only passes through a stage that does not recompute is not counted but
-  in its workspace. A stage with arriving bytes holds them from the start of I to the end of W: what
-  waits for W to use it.
+  bytes count from the start of B or I only, which takes the forward's time and workspace as well,
+  and copies of the buffers it writes from the start of F to the end of B or W; of a stage with
+  segments, what these compute again. What only passes through a stage that does not recompute
+  counts until F ends. A stage with arriving bytes holds them from the start of I to the end of W:
+  what waits for W to use it.
 - An output that waits in its producer is not counted on its own: it is the receiver's from the
   start of the transfer, and part of the producer's saved bytes if the backward there needs it. What
   a stage hands to one on its own device, a value and then its gradient, it holds itself from the
@@ -52,7 +52,7 @@ class StageCost:
     `weight_gradient_ms` is what of `backward_ms` is for weights alone. The stage's segments, if it
     has any, compute `again_bytes` of what they save again, in `again_ms`, in every backward. If its
     backward is halved, the first half takes `halving_ms` longer than its part of the whole, and
-    `arriving_bytes`, gradients most of all, wait for the second; each half has a workspace of its
+    `arriving_bytes`, gradients most of all, wait for the second; each part has a workspace of its
     own. `passing_bytes` of what it receives are gone after F, unless it recomputes; then
     `written_bytes` are copies of the buffers that F writes. `shared` names what of its static bytes
     other stages have too, such as a tied weight: a device holds it once.
@@ -63,7 +63,8 @@ class StageCost:
     static_bytes: int = 0
     saved_bytes: int = 0
     input_bytes: int = 0
-    workspace_bytes: int = 0
+    forward_workspace_bytes: int = 0
+    backward_workspace_bytes: int = 0
     weight_gradient_ms: float = 0.0
     again_ms: float = 0.0
     again_bytes: int = 0
@@ -75,11 +76,16 @@ class StageCost:
     weight_workspace_bytes: int = 0
     shared: tuple[tuple[str, int], ...] = ()
 
-    def workspace_of(self, kind: Kind) -> int:
-        """What an action of this kind needs while it runs."""
-        if kind is Kind.INPUT:
-            return self.input_workspace_bytes
-        return self.weight_workspace_bytes if kind is Kind.WEIGHT else self.workspace_bytes
+    def workspace_of(self, kind: Kind, again: bool) -> int:
+        """What an action of this kind needs while it runs, on a micro-batch recomputed or not."""
+        forward = self.forward_workspace_bytes
+        if kind is Kind.FORWARD:
+            return forward + (0 if again else self.passing_bytes)
+        if kind is Kind.WEIGHT:
+            return self.weight_workspace_bytes
+        whole = kind is Kind.BACKWARD
+        own = self.backward_workspace_bytes if whole else self.input_workspace_bytes
+        return max(own, forward) if again else own
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +283,10 @@ def numbers(
         )
         + np.array(handed_bytes(messages, device_of), np.int64)[:, None],
         comes_back=np.array([(c.again_bytes, c.saved_bytes) for c in stages], np.int64),
-        workspace=np.array([[c.workspace_of(k) for c in stages] for k in KINDS], np.int64),
+        workspace=np.array(
+            [[(c.workspace_of(k, False), c.workspace_of(k, True)) for c in stages] for k in KINDS],
+            np.int64,
+        ),
         recompute=np.array(recompute, np.bool_),
         outbox_ends=np.cumsum([len(outbox) for outbox in outboxes]),
         receivers=np.array([stage for stage, _, _ in slots], np.int64),

@@ -99,10 +99,10 @@ def run(  # type: ignore[no-untyped-def]
 
     `lasts[kind, stage, again]` is how long an action takes, `keeps[stage, again]` what F leaves in
     memory besides messages, `comes_back[stage, again]` what the backward adds to it and
-    `arriving[stage]` what I leaves for W; `workspace[kind, stage]` is there while it runs. Outbox
-    `2 j` is what stage j sends after F, `2 j + 1` after its backward; `receivers` are stages.
-    `at_rest` is what each device holds between steps. `rank[F 0 or backward 1 or W 2, stage,
-    micro-batch]` says what comes first; stages that `split` run I and W in place of B.
+    `arriving[stage]` what I leaves for W; `workspace[kind, stage, again]` is there while it runs.
+    Outbox `2 j` is what stage j sends after F, `2 j + 1` after its backward; `receivers` are
+    stages. `at_rest` is what each device holds between steps. `rank[F 0 or backward 1 or W 2,
+    stage, micro-batch]` says what comes first; stages that `split` run I and W in place of B.
 
     Returns devices, kinds, stages, micro-batches, starts, ends of the actions that ran and what
     each waited for last; peak memory by device and when; with `record`, memory over time as
@@ -139,9 +139,10 @@ def run(  # type: ignore[no-untyped-def]
         own_ends[d] += 1
         for i in range(n_microbatches):
             again = 1 if recompute[j, i] else 0
-            need = workspace[FORWARD, j]
+            need = workspace[FORWARD, j, again]
             if not given and split[j]:
-                need = max(need, workspace[INPUT, j], workspace[WEIGHT, j]) + arriving[j]
+                halves = max(workspace[INPUT, j, again], workspace[WEIGHT, j, again])
+                need = max(need, halves) + arriving[j]
             reserve[d] = max(reserve[d], need + comes_back[j, again])
     own_ends = np.cumsum(own_ends)
     held = at_rest.copy()
@@ -168,7 +169,7 @@ def run(  # type: ignore[no-untyped-def]
             if what == _ENDS:
                 busy[d] = False
                 again = 1 if recompute[j, i] else 0
-                held[d] -= workspace[kind, j]
+                held[d] -= workspace[kind, j, again]
                 if kind == WEIGHT:
                     held[d] -= arriving[j]
                 if kind in (BACKWARD, WEIGHT):
@@ -294,7 +295,7 @@ def run(  # type: ignore[no-untyped-def]
             elif kind != WEIGHT:
                 waited_for[action] = sender[way, j, i]
             before[d] = action
-            held[d] += workspace[kind, j]
+            held[d] += workspace[kind, j, again]
             if kind == INPUT:
                 held[d] += arriving[j]
             if kind == FORWARD:

@@ -1,4 +1,4 @@
-"""What an op needs besides what is saved: waiting values forward, waiting gradients backward."""
+"""What an op needs besides what is saved: values forward, and gradients that wait backward."""
 
 import torch
 from torch import nn
@@ -6,6 +6,8 @@ from torch import nn
 from fxpipe.capture import capture
 from fxpipe.ir import OpCost
 from fxpipe.liveness import workspaces
+
+SIZE = 8 * 4 * 4
 
 
 class Skip(nn.Module):
@@ -18,35 +20,62 @@ class Skip(nn.Module):
         return b - early
 
 
-def needed(costs=None):
-    captured = capture(Skip(), (torch.randn(8, 4, requires_grad=True),), {})
+class Plain(nn.Module):
+    """One variable, assigned again and again."""
+
+    def forward(self, x):
+        x = x + 1
+        x = x * 2
+        x = x * 3
+        return x - 1
+
+
+class Nested(nn.Module):
+    """Its layer's variables are gone when the layer returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = Skip()
+
+    def forward(self, x):
+        a = self.layer(x)
+        return a * 2 - 1
+
+
+def needed(costs=None, model=Skip):
+    """By op, forward and backward, in tensors like the input."""
+    captured = capture(model(), (torch.randn(8, 4, requires_grad=True),), {})
     ops = list(captured.ops)
     given = {name: OpCost(0.0, 0.0) for name in ops} | (costs or {})
     found = workspaces(captured, given, ops, batch=8)
-    return [max(found[name]) // (8 * 4 * 4) for name in ops]
+    both = (found[name][:2] for name in ops)
+    return [(forward // SIZE, backward // SIZE) for forward, backward in both]
 
 
 def test_values_and_gradients_that_wait():
-    # While b is computed, a and early are there; a loss holds four such as the last op's result,
-    # one of them in the room that results have anyway. Backward, while a's gradient is computed,
-    # b's and early's are there.
-    assert needed() == [1, 2, 2, 3]
+    # While b is computed, a and early are there, and while the result is, all three. Backward,
+    # while a's gradient is computed, b's and early's are there.
+    assert needed() == [(0, 1), (1, 2), (2, 2), (3, 0)]
+
+
+def test_a_value_is_held_by_its_variable_until_that_is_assigned_anew_or_its_function_ends():
+    # A loss holds four tensors like the last op's result, one of them in the room for results.
+    assert needed(model=Plain) == [(0, 1), (1, 1), (1, 1), (3, 0)]
+    assert needed(model=Nested)[-2:] == [(1, 1), (3, 0)]
 
 
 def test_what_is_saved_waits_for_nothing():
-    size = 8 * 4 * 4
-    saving = {"a": OpCost(0.0, 0.0, (("early", size),)), "b": OpCost(0.0, 0.0, (("a", size),))}
-    assert needed(saving) == [1, 2, 2, 3]
+    saving = {"a": OpCost(0.0, 0.0, (("early", SIZE),)), "b": OpCost(0.0, 0.0, (("a", SIZE),))}
+    assert needed(saving) == [(0, 1), (0, 2), (0, 2), (3, 0)]
 
 
 def test_a_result_that_is_saved_is_not_counted_for_the_loss_as_well():
-    size = 8 * 4 * 4
-    assert needed({"output": OpCost(0.0, 0.0, (("output", size),))})[-1] == 2
+    saving = {"output": OpCost(0.0, 0.0, (("output", SIZE),))}
+    assert needed(saving, Plain)[-1] == (2, 0)
 
 
 def test_what_an_op_makes_itself():
-    size = 8 * 4 * 4
-    forward = {"a": OpCost(0.0, 0.0, workspace_bytes=5 * size)}
-    backward = {"b": OpCost(0.0, 0.0, backward_bytes=5 * size)}
-    assert needed(forward)[1] == 1 + 5
-    assert needed(backward)[2] == 2 + 5
+    forward = {"a": OpCost(0.0, 0.0, workspace_bytes=5 * SIZE)}
+    backward = {"b": OpCost(0.0, 0.0, backward_bytes=5 * SIZE)}
+    assert needed(forward)[1] == (1 + 5, 2)
+    assert needed(backward)[2] == (2, 2 + 5)

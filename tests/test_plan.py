@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from fxpipe.chain_file import load_chain
 from fxpipe.cli import app
 from fxpipe.errors import InputError
-from fxpipe.passes.partition_costs import stage_costs
+from fxpipe.passes.partition_stages import stage_costs
 from fxpipe.passes.simulate import Message
 
 BLOCK = {
@@ -57,7 +57,7 @@ def test_a_chain_costs_what_its_file_says(tmp_path: Path) -> None:
     assert [stage.weight_gradient_ms for stage in stages] == [8.0] * 3
     assert [stage.saved_bytes for stage in stages] == [16] * 3
     assert [stage.static_bytes for stage in stages] == [2 * 16 * 4] * 3
-    assert [stage.workspace_bytes + stage.input_bytes for stage in stages] == [0] * 3
+    assert [stage.forward_workspace_bytes + stage.input_bytes for stage in stages] == [0] * 3
     # The boundary's bytes to the next stage, the skip's straight to its reader; both come back.
     assert messages == (Message(0, 1, 32, 32), Message(0, 2, 64, 64), Message(1, 2, 32, 32))
     assert file.network.link.transfer_ms(4_000_000) == pytest.approx(0.5 + 2.0)

@@ -125,16 +125,23 @@ def naive(
         held = []
         for action in schedule.rows[device]:
             cost = stages[action.stage]
-            halves = {HALF: cost.input_workspace_bytes, W: cost.weight_workspace_bytes}
-            needed = halves.get(action.kind, cost.workspace_bytes)
-            held.append((start(action), end(action), needed))
+            again = recompute[action.stage][action.microbatch]
+            needed = {
+                F: cost.forward_workspace_bytes,
+                B: cost.backward_workspace_bytes,
+                HALF: cost.input_workspace_bytes,
+                W: cost.weight_workspace_bytes,
+            }
+            held.append((start(action), end(action), needed[action.kind]))
+            if again and action.kind in (B, HALF):
+                more = max(0, needed[F] - needed[action.kind])
+                held.append((start(action), end(action), more))
             if action.kind in (B, W):
                 forward = Action(action.stage, F, action.microbatch)
-                again = recompute[action.stage][action.microbatch]
                 saved_from = backward(action.stage, action.microbatch) if again else forward
                 held.append((start(saved_from), end(action), cost.saved_bytes))
                 if not again:
-                    held.append((start(forward), end(action), -cost.passing_bytes))
+                    held.append((end(forward), end(action), -cost.passing_bytes))
                 else:
                     held.append((start(forward), end(action), cost.written_bytes))
                 held.append((start(forward), end(action), cost.input_bytes))

@@ -30,12 +30,14 @@ def uneven(random: Random, n_bytes: int, capacity_bytes: int = 1000) -> OrderPro
     stages = []
     for _ in range(2):
         forward_ms, input_ms, weight_ms = (random.randint(1, 9) for _ in range(3))
+        saved_bytes, workspace_bytes = random.randint(10, 20), random.randint(0, 5)
         stages.append(
             StageCost(
                 forward_ms,
                 input_ms + weight_ms,
-                saved_bytes=random.randint(10, 20),
-                workspace_bytes=random.randint(0, 5),
+                saved_bytes=saved_bytes,
+                forward_workspace_bytes=workspace_bytes,
+                backward_workspace_bytes=workspace_bytes,
                 weight_gradient_ms=weight_ms,
             )
         )

@@ -11,7 +11,8 @@ from fxpipe.ir import Block, Chain, CheckpointMode, Link, Network, Plan, Value
 from fxpipe.passes.checkpoints import place, recompute_table
 from fxpipe.passes.order import build
 from fxpipe.passes.partition import SOLVERS, partition
-from fxpipe.passes.partition_costs import FRAGMENTATION, held_sets, stage_costs
+from fxpipe.passes.partition_costs import held_sets
+from fxpipe.passes.partition_stages import FRAGMENTATION, stage_costs
 from fxpipe.passes.simulate import Message, resting_bytes
 from fxpipe.schedule import Kind
 
@@ -64,10 +65,61 @@ def test_what_two_stages_share_is_held_once_on_one_device() -> None:
 
 def test_workspace_is_the_largest_of_a_block() -> None:
     chain = Chain(
-        tuple(Block(("op",), 1, 1, workspace_bytes=b) for b in (3, 9, 4)), (), (True,) * 3
+        tuple(
+            Block(("op",), 1, 1, forward_workspace_bytes=f, backward_workspace_bytes=b)
+            for f, b in ((3, 30), (9, 90), (4, 100))
+        ),
+        (),
+        (True,) * 3,
     )
+    stages, _ = stage_costs(chain, (1,))
 
-    assert [s.workspace_bytes for s in stage_costs(chain, (1,))[0]] == [3, 9]
+    assert [stage.forward_workspace_bytes for stage in stages] == [3, 9]
+    assert [stage.backward_workspace_bytes for stage in stages] == [30, 100]
+
+
+def test_what_a_stage_is_sent_or_sent_back_counts_once() -> None:
+    """Block 2 joins two values of block 0; what it makes is read by block 3 and by block 4."""
+
+    def op(name: str, forward: int, backward: int, waiting: str, returning: str) -> Block:
+        return Block(
+            *((name,), 1, 1),
+            forward_workspace_bytes=forward,
+            backward_workspace_bytes=backward,
+            input_workspace_bytes=backward,
+            waiting=frozenset(waiting),
+            returning=frozenset(returning),
+        )
+
+    chain = Chain(
+        (
+            op("0", 5, 35, "", "xy"),
+            op("1", 40, 41, "xy", "xy"),
+            op("2", 50, 51, "xy", "z"),
+            op("3", 33, 62, "z", "z"),
+            op("4", 10, 11, "z", ""),
+        ),
+        (
+            Value("x", 10, 0, (2,), gradient=True),
+            Value("y", 20, 0, (2,), gradient=True),
+            Value("z", 7, 2, (3, 4), gradient=True),
+        ),
+        (True,) * 5,
+    )
+    _, second, third = stage_costs(chain, (1, 4), training_factor=0.0)[0]
+
+    # x and y come from the first stage: as they wait for block 2, they are counted as received.
+    assert second.passing_bytes == 30
+    assert second.forward_workspace_bytes == max(50 - 30, 33)
+    assert second.workspace_of(Kind.FORWARD, again=False) == 33 + 30
+    assert second.workspace_of(Kind.FORWARD, again=True) == 33
+    # z's gradient comes from the third: until block 3 adds its own, it is counted as received.
+    assert second.backward_workspace_bytes == max(41, 51, 62 - 7)
+    assert second.input_workspace_bytes == 55
+    assert second.workspace_of(Kind.BACKWARD, again=False) == 55
+    assert third.workspace_of(Kind.BACKWARD, again=True) == 11
+    whole = stage_costs(chain, (), training_factor=0.0)[0][0]
+    assert (whole.forward_workspace_bytes, whole.backward_workspace_bytes) == (50, 62)
 
 
 def test_halves_need_other_memory_than_a_whole_backward() -> None:
@@ -75,7 +127,8 @@ def test_halves_need_other_memory_than_a_whole_backward() -> None:
         saved = ((f"{name}/saved_0", 30),)
         return Block(
             *((name,), 1.0, 2.0, saved),
-            workspace_bytes=workspace,
+            forward_workspace_bytes=workspace,
+            backward_workspace_bytes=workspace,
             arriving_bytes=7,
             input_workspace_bytes=of_inputs,
             weight_workspace_bytes=of_weights,
@@ -85,10 +138,11 @@ def test_halves_need_other_memory_than_a_whole_backward() -> None:
     first, second = stage_costs(chain, (1,), training_factor=0.0)[0]
     share = math.ceil(FRAGMENTATION * 60)
     # While a runs, b has saved nothing, or it is gone again; of a backward in halves it stays.
-    assert [second.workspace_of(Kind(kind)) - share for kind in "FBIW"] == [60, 60, 80, 25]
+    needed = [second.workspace_of(Kind(kind), again=False) for kind in "FBIW"]
+    assert [n_bytes - share for n_bytes in needed] == [60, 60, 80, 25]
     assert second.arriving_bytes == 14
     # Nobody waits for what the first stage's first half could send: W does it all.
-    assert len({first.workspace_of(Kind(kind)) for kind in "FBIW"}) == 1
+    assert len({first.workspace_of(Kind(kind), again=False) for kind in "FBIW"}) == 1
     assert first.arriving_bytes == 0
 
 

@@ -120,7 +120,8 @@ def test_the_judge_counts_tied_weights_once_on_one_device() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_judge_counts_what_stages_hand_over_on_one_device(seed: int) -> None:
     chain = random_chain(Random(seed), 12, n_skips=3)
-    needing = replace(chain, blocks=tuple(replace(one, workspace_bytes=1) for one in chain.blocks))
+    needs = {"forward_workspace_bytes": 1, "backward_workspace_bytes": 1}
+    needing = replace(chain, blocks=tuple(replace(one, **needs) for one in chain.blocks))
     asked = problem(needing, 2, 4)
     shape = (0, 1, 1, 0)
 

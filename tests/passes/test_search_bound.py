@@ -12,7 +12,7 @@ from fxpipe.ir import Block, Chain, Link, Network, Value
 from fxpipe.passes import order
 from fxpipe.passes.order_cpsat import solve
 from fxpipe.passes.order_problem import OrderProblem
-from fxpipe.passes.partition_costs import stage_costs
+from fxpipe.passes.partition_stages import stage_costs
 from fxpipe.passes.search_bound import bytes_free, lower_bound_ms
 from fxpipe.schedule import Action, Kind, Schedule
 

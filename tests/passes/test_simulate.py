@@ -134,7 +134,7 @@ def test_microbatches_in_flight(n: int, m: int) -> None:
 
 
 def test_a_device_holds_parameters_gradients_buffers_and_workspace() -> None:
-    cost = StageCost(1.0, 1.0, static_bytes=2100, workspace_bytes=10)
+    cost = StageCost(1.0, 1.0, static_bytes=2100, forward_workspace_bytes=10)
 
     assert uniform("gpipe", 2, 4, cost).peak_bytes == (2110, 2110)
 
@@ -189,6 +189,7 @@ def test_random_tables_against_the_naive_simulator(seed: int) -> None:
             again_ms=again,
             again_bytes=2 * again,
             arriving_bytes=random.choice((0, 2)),
+            backward_workspace_bytes=random.randint(2, 5),
             passing_bytes=random.choice((0, 1)),
             halving_ms=random.choice((0, 1)),
             written_bytes=random.choice((0, 3)),

@@ -1,0 +1,207 @@
+"""What the stages of cuts cost, and what they send each other: the chain's blocks summed up."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import ceil
+
+from fxpipe.ir import Block, Chain, Value
+from fxpipe.passes import checkpoints
+from fxpipe.passes.simulate import Message, StageCost
+
+# Of what a stage holds at rest and saves: what an allocator rounds up and can't use between blocks,
+# and memory that a view keeps whole, as the gradient of a concatenation does. Chosen so that no
+# peak that benchmarks/predictions.py measured was higher than predicted.
+FRAGMENTATION = 0.025
+
+
+@dataclass
+class _Crossing:
+    """What crosses a stage's ends, in bytes by name, and is counted by itself.
+
+    `given` are the model's inputs that it reads.
+    """
+
+    given: dict[str, int] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)
+    caller_bytes: int = 0  # gradients of the model's output, from the end of F
+    sends_back: bool = False
+
+
+def stage_costs(
+    chain: Chain,
+    cuts: Sequence[int],
+    training_factor: float = 1.0,
+) -> tuple[tuple[StageCost, ...], tuple[Message, ...]]:
+    """What each stage costs on one micro-batch, and what the stages send each other.
+
+    Training keeps `training_factor` bytes of gradients and optimizer states by byte of parameters.
+    Storages of the same name count once a stage. A value goes straight from its producer's stage to
+    each stage that reads it; a received value that a backward saves is counted as received.
+    """
+    bounds = (0, *cuts, len(chain.blocks))
+    stage_of = [j for j in range(len(bounds) - 1) for _ in range(bounds[j], bounds[j + 1])]
+    crossing = [_Crossing() for _ in range(len(bounds) - 1)]
+    sent: dict[tuple[int, int], list[Value]] = {}
+    for value in chain.values:
+        source = stage_of[value.producer] if value.producer >= 0 else -1
+        targets = {stage_of[k] for k in value.consumers if k < len(stage_of)} - {source}
+        # A consumer past the last block is the caller, who takes the model's output and gives its
+        # gradient.
+        if value.gradient and source >= 0 and value.consumers[-1] == len(stage_of):
+            crossing[source].caller_bytes += value.bytes
+        for target in sorted(targets):
+            crossing[target].sends_back |= value.gradient
+            if source < 0:
+                crossing[target].given[value.name] = value.bytes
+                continue
+            crossing[target].received[value.name] = value.bytes
+            sent.setdefault((source, target), []).append(value)
+    static = [_static(chain, begin, end, training_factor) for begin, end in pairwise(bounds)]
+    holders = Counter(name for held in static for name in held)
+    stages = tuple(
+        replace(
+            _stage_cost(chain, begin, end, crossing[j], sum(static[j].values())),
+            shared=tuple((name, size) for name, size in static[j].items() if holders[name] > 1),
+        )
+        for j, (begin, end) in enumerate(pairwise(bounds))
+    )
+    messages = tuple(
+        # A bare chain's blocks need nothing, and its stages hold what they save.
+        _message(*pair, values, hands=stages[pair[0]].backward_workspace_bytes > 0)
+        for pair, values in sorted(sent.items())
+    )
+    return stages, messages
+
+
+def _message(source: int, target: int, values: Sequence[Value], hands: bool) -> Message:
+    back = [value.bytes for value in values if value.gradient]
+    n_bytes = sum(value.bytes for value in values)
+    return Message(
+        source,
+        target,
+        n_bytes,
+        sum(back) if back else None,
+        handed_bytes=n_bytes if hands else 0,
+        values=len(values),
+        gradients=len(back),
+    )
+
+
+def _stage_cost(
+    chain: Chain, begin: int, end: int, crossing: _Crossing, static_bytes: int
+) -> StageCost:
+    blocks = chain.blocks[begin:end]
+    action_ms = chain.action_ms
+    backward_ms = action_ms + sum(block.backward_ms for block in blocks)
+    saved = {name: size for block in blocks for name, size in block.saved}
+    saved_bytes = sum(
+        size
+        for name, size in saved.items()
+        if name not in crossing.given and name not in crossing.received
+    )
+    cost = StageCost(
+        forward_ms=action_ms + sum(block.forward_ms for block in blocks),
+        backward_ms=backward_ms,
+        static_bytes=static_bytes,
+        saved_bytes=saved_bytes,
+        input_bytes=sum(crossing.given.values()) + crossing.caller_bytes,
+        # Where nobody waits for a gradient, W does it all: no half of it could be left out.
+        weight_gradient_ms=backward_ms,
+        halving_ms=action_ms,
+        written_bytes=sum(block.written_bytes for block in blocks),
+    )
+    if crossing.sends_back:
+        cost = replace(
+            cost,
+            weight_gradient_ms=action_ms + sum(block.weight_gradient_ms for block in blocks),
+            arriving_bytes=sum(block.arriving_bytes for block in blocks),
+            halving_ms=action_ms + sum(block.halving_ms for block in blocks),
+        )
+    values = {value.name: value for value in chain.values}
+    forward, backward = _workspaces(blocks, begin, values)
+    if not forward and not backward:
+        return cost  # a bare chain's blocks need nothing, and what their stages receive stays
+    share = ceil(FRAGMENTATION * (static_bytes + saved_bytes))
+    of_inputs = of_weights = backward
+    if crossing.sends_back:
+        # What blocks behind have saved stays for W, in which no gradients are on their way.
+        of_inputs = max(
+            max(0, block.input_workspace_bytes - _returning(block, k, end, values))
+            for k, block in enumerate(blocks, begin)
+        )
+        of_weights = max(block.weight_workspace_bytes for block in blocks)
+    return replace(
+        cost,
+        forward_workspace_bytes=forward + share,
+        backward_workspace_bytes=backward + share,
+        input_workspace_bytes=of_inputs + share,
+        weight_workspace_bytes=of_weights + share,
+        passing_bytes=sum(size for name, size in crossing.received.items() if name not in saved),
+    )
+
+
+def _static(chain: Chain, begin: int, end: int, training_factor: float) -> dict[str, int]:
+    """What the blocks [begin, end) hold between steps, by name."""
+    blocks = chain.blocks[begin:end]
+    held = {name: size for block in blocks for name, size in block.buffers}
+    for block in blocks:
+        held.update((name, ceil((1 + training_factor) * size)) for name, size in block.parameters)
+    return held
+
+
+def _workspaces(
+    blocks: Sequence[Block], begin: int, values: Mapping[str, Value]
+) -> tuple[int, int]:
+    """What a stage's blocks need at the fullest, forward and backward, besides what else counts.
+
+    While a block runs, blocks behind it have saved nothing yet, or it is gone again. (Of a backward
+    in halves it stays for the second.) What earlier stages made is counted as received, or it goes
+    straight to a later stage.
+    """
+    own = {op for block in blocks for op in block.ops}
+    first = {name: k for k in reversed(range(len(blocks))) for name, _ in blocks[k].saved}
+    forward = backward = behind = 0
+    for k in reversed(range(len(blocks))):
+        earlier = (values[name] for name in blocks[k].waiting if name in values)
+        waiting = sum(value.bytes for value in earlier if value.producer < begin)
+        returning = _returning(blocks[k], begin + k, begin + len(blocks), values)
+        forward = max(forward, blocks[k].forward_workspace_bytes - behind - waiting)
+        backward = max(backward, blocks[k].backward_workspace_bytes - behind - returning)
+        behind += sum(
+            size
+            for name, size in blocks[k].saved
+            if first[name] == k and name.partition("/")[0] in own
+        )
+    return forward, backward
+
+
+def _returning(block: Block, k: int, end: int, values: Mapping[str, Value]) -> int:
+    """Of what `block`, the chain's k-th, needs backward: gradients that no block behind it gives.
+
+    These come from other stages, and count as received, or go straight to an earlier one.
+    """
+    returning = (values[name] for name in block.returning if name in values)
+    return sum(value.bytes for value in returning if not any(k < c < end for c in value.consumers))
+
+
+def with_segments(
+    chain: Chain, cost: StageCost, begin: int, end: int, segments: checkpoints.Segments
+) -> StageCost:
+    """The stage of the blocks [begin, end), of this cost otherwise, if it has these segments."""
+    if not segments:
+        return cost
+    found = checkpoints.segment_cost(chain, begin, end, segments)
+    forward = cost.forward_workspace_bytes
+    return replace(
+        cost,
+        saved_bytes=found.kept_bytes + cost.written_bytes,
+        again_bytes=found.again_bytes,
+        again_ms=found.again_ms,
+        # Between its halves a backward holds all that was computed again.
+        arriving_bytes=cost.arriving_bytes + found.all_again_bytes - found.again_bytes,
+        passing_bytes=0,  # a segment may compute from it again
+        backward_workspace_bytes=max(cost.backward_workspace_bytes, forward),
+        input_workspace_bytes=max(cost.input_workspace_bytes, forward),
+    )
