@@ -5,6 +5,7 @@ anew; a stage's code is the user's, so its variables are too.
 """
 
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -35,14 +36,15 @@ def held_until(capture: Capture, order: Sequence[str]) -> dict[str, int]:
             assigned[frame, base(name)].append(name)
     held: dict[str, int] = {}
     for (frame, _), names in assigned.items():
+        places = [place[name] for name in names]
         for name in names:
             readers = [user for user in nodes[name].users if user.name in place]
             last = max((place[user.name] for user in readers), default=place[name])
             if any(user.target in JOINS and place[user.name] == last for user in readers):
                 held[name] = last
                 continue
-            anew = (place[other] for other in names if place[other] >= max(last, place[name] + 1))
-            held[name] = min(anew, default=ends[frame])
+            anew = bisect_left(places, max(last, place[name] + 1))
+            held[name] = places[anew] if anew < len(places) else ends[frame]
     return held
 
 
@@ -63,7 +65,7 @@ def _frames(homes: Sequence[str]) -> tuple[list[int], list[int]]:
     ends: list[int] = []
     running: list[tuple[str, int]] = []
     for k, home in enumerate(homes):
-        while running and not f"{home}.".startswith(f"{running[-1][0]}." if running[-1][0] else ""):
+        while running and not _is_within(home, running[-1][0]):
             running.pop()
         if not running or running[-1][0] != home:
             running.append((home, len(ends)))
@@ -72,3 +74,7 @@ def _frames(homes: Sequence[str]) -> tuple[list[int], list[int]]:
             ends[call] = k
         frames.append(running[-1][1])
     return frames, ends
+
+
+def _is_within(module: str, outer: str) -> bool:
+    return not outer or module == outer or module.startswith(f"{outer}.")

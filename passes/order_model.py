@@ -7,7 +7,8 @@ In whole units of time, each cost rounded down:
 2. Each message that takes time is an interval on its ordered pair of devices, one at a time.
 3. F starts when the stages before have sent, I when those after have, W after its own I.
 4. A device's memory: saved bytes from the start of F (of I, if recomputed) to the end of W,
-   received ones from the start of the transfer, workspace while an action runs.
+   received ones from the start of the transfer, or of the action that sends them to a stage with a
+   workspace, and that while an action runs.
 5. Micro-batches that are recomputed alike are alike, so their F, I and W go by number.
 6. The end of the last interval is minimised.
 
@@ -116,6 +117,8 @@ class OrderModel:
                 since = start
             self.model.add(self.starts[Action(target, kind, i)] >= since + duration)
             if n_bytes is not None and pair[0] != pair[1]:
+                if self.problem.stages[target].backward_workspace_bytes:
+                    since = self.starts[Action(source, kind, i)]
                 self._hold(target, i, since, n_bytes)
 
     def _hold(self, stage: int, i: int, since: "cp_model.LinearExprT", n_bytes: int) -> None:

@@ -19,6 +19,8 @@ Rules, all of them:
   segments, what these compute again. What only passes through a stage that does not recompute
   counts until F ends. A stage with arriving bytes holds them from the start of I to the end of W:
   what waits for W to use it.
+- The times of a model's actions are but near what they will be, and a message may come sooner: a
+  stage that has a workspace holds what it receives from the start of the action that sends it.
 - An output that waits in its producer is not counted on its own: it is the receiver's from the
   start of the transfer, and part of the producer's saved bytes if the backward there needs it. What
   a stage hands to one on its own device, a value and then its gradient, it holds itself from the

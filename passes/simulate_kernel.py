@@ -89,6 +89,18 @@ def next_arrival(times, codes, size, d, kinds, stages, outbox_ends, receivers, d
 
 
 @compiled
+def with_room(log_device, log_ms, log_bytes, n_log):  # type: ignore[no-untyped-def]
+    """The log, in arrays twice as long where these are full."""
+    if n_log < len(log_ms):
+        return log_device, log_ms, log_bytes
+    return (
+        np.concatenate((log_device, np.empty_like(log_device))),
+        np.concatenate((log_ms, np.empty_like(log_ms))),
+        np.concatenate((log_bytes, np.empty_like(log_bytes))),
+    )
+
+
+@compiled
 def run(  # type: ignore[no-untyped-def]
     row_ends, row_kinds, row_stages, row_microbatches,
     rank, split, capacity, patience,
@@ -232,6 +244,8 @@ def run(  # type: ignore[no-untyped-def]
                         touched[n_touched] = e
                         n_touched += 1
                     continue
+                if workspace[BACKWARD, stage, 0] > 0:
+                    continue  # it has had its room since the action that sends it began
                 changed = e
                 received[stage, i] += sizes[slot]
                 promised[e] -= sizes[slot]
@@ -239,10 +253,7 @@ def run(  # type: ignore[no-untyped-def]
                 if held[e] > peak[e]:
                     peak[e], peak_at[e] = held[e], now
             if record:
-                if n_log == len(log_ms):
-                    log_device = np.concatenate((log_device, np.empty_like(log_device)))
-                    log_ms = np.concatenate((log_ms, np.empty_like(log_ms)))
-                    log_bytes = np.concatenate((log_bytes, np.empty_like(log_bytes)))
+                log_device, log_ms, log_bytes = with_room(log_device, log_ms, log_bytes, n_log)
                 log_device[n_log], log_ms[n_log], log_bytes[n_log] = changed, now, held[changed]
                 n_log += 1
         # What can start now.
@@ -305,14 +316,25 @@ def run(  # type: ignore[no-untyped-def]
             if kind != WEIGHT:
                 box = 2 * j + way
                 for slot in range(outbox_ends[box - 1] if box > 0 else 0, outbox_ends[box]):
-                    promised[device_of[receivers[slot]]] += sizes[slot]
+                    stage = receivers[slot]
+                    e = device_of[stage]
+                    if workspace[BACKWARD, stage, 0] == 0:
+                        promised[e] += sizes[slot]
+                        continue
+                    received[stage, i] += sizes[slot]
+                    held[e] += sizes[slot]
+                    if held[e] > peak[e]:
+                        peak[e], peak_at[e] = held[e], now
+                    if record:
+                        log_device, log_ms, log_bytes = with_room(
+                            log_device, log_ms, log_bytes, n_log
+                        )
+                        log_device[n_log], log_ms[n_log], log_bytes[n_log] = e, now, held[e]
+                        n_log += 1
             if held[d] > peak[d]:
                 peak[d], peak_at[d] = held[d], now
             if record:
-                if n_log == len(log_ms):
-                    log_device = np.concatenate((log_device, np.empty_like(log_device)))
-                    log_ms = np.concatenate((log_ms, np.empty_like(log_ms)))
-                    log_bytes = np.concatenate((log_bytes, np.empty_like(log_bytes)))
+                log_device, log_ms, log_bytes = with_room(log_device, log_ms, log_bytes, n_log)
                 log_device[n_log], log_ms[n_log], log_bytes[n_log] = d, now, held[d]
                 n_log += 1
             busy[d] = True

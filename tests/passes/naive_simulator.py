@@ -161,7 +161,9 @@ def naive(
             for sent in queue:
                 if device_of[sent[1]] == device:
                     freed = end(last(sent[1], sent[0].microbatch))
-                    held.append((departure(sent), freed, n_bytes(sent)))
+                    ready = stages[sent[1]].backward_workspace_bytes > 0
+                    since = start(sent[0]) if ready else departure(sent)
+                    held.append((since, freed, n_bytes(sent)))
         return held
 
     def peak(device: int) -> int:

@@ -139,6 +139,23 @@ def test_a_device_holds_parameters_gradients_buffers_and_workspace() -> None:
     assert uniform("gpipe", 2, 4, cost).peak_bytes == (2110, 2110)
 
 
+def test_a_stage_with_a_workspace_has_room_for_a_message_while_the_sender_makes_it() -> None:
+    """F of the first stage ends at 1 and 2; the second stage's takes from 1 to 11."""
+    messages = [Message(0, 1, bytes=100, gradient_bytes=None)]
+    for workspace_bytes, peak in ((0, [100, 200]), (10, [110, 210])):
+        second = StageCost(10.0, 1.0, backward_workspace_bytes=workspace_bytes)
+        simulation = simulate(
+            order.build("gpipe", 2, 2),
+            (StageCost(1.0, 1.0), second),
+            messages,
+            Network(Link(0.0, 1e9)),
+            [[False] * 2] * 2,
+        )
+        device_1 = dict(simulation.memory[1])
+        assert device_1.get(0.0, 0) == (100 if workspace_bytes else 0)
+        assert simulation.peak_bytes[1] == peak[1]
+
+
 def test_recompute_keeps_only_what_is_received_between_forward_and_backward() -> None:
     cost = StageCost(1.0, 1.0, saved_bytes=100)
     messages = [Message(0, 1, bytes=1, gradient_bytes=None)]
@@ -189,7 +206,7 @@ def test_random_tables_against_the_naive_simulator(seed: int) -> None:
             again_ms=again,
             again_bytes=2 * again,
             arriving_bytes=random.choice((0, 2)),
-            backward_workspace_bytes=random.randint(2, 5),
+            backward_workspace_bytes=random.choice((0, 2, 5)),
             passing_bytes=random.choice((0, 1)),
             halving_ms=random.choice((0, 1)),
             written_bytes=random.choice((0, 3)),
