@@ -4,7 +4,9 @@
 
 Two processes of one thread compute and, meanwhile, send each other tensors as ranks do. What a turn
 is longer by than one without messages is what sending and receiving took, half of it each end's
-part. `fxpipe/topology.py` has the figures that plans count with.
+part. What it is longer by if each waits at its end for what the other sent in the same turn, not in
+the one before, is what waiting took: the message's way, and that no two turns last alike.
+`fxpipe/topology.py` has the figures that plans count with.
 """
 
 import statistics
@@ -20,6 +22,7 @@ from fxpipe.runtime.worker import Worker
 
 KILOBYTES = (16, 64, 256, 1024, 4096)
 MESSAGES = 4  # of a turn, each way
+PRODUCTS, FEW = 30, 6  # of matrices, which a turn computes
 TURNS, ROUNDS = 20, 15
 
 
@@ -30,8 +33,13 @@ class Talking(Rank):
         self._matrix = torch.randn(256, 256)
         self._sending = Worker("messages", "the other process", [])
 
-    def turns_ms(self, kilobytes: int, messages: int) -> float:
-        """Milliseconds of a turn; what is received is what the other sent in its turn before."""
+    def turns_ms(
+        self, kilobytes: int, messages: int, products: int = PRODUCTS, at_once: bool = False
+    ) -> float:
+        """Milliseconds of a turn.
+
+        It waits for what the other sent in its turn before, or, `at_once`, in the same turn.
+        """
         tensor, other = torch.ones(kilobytes * 256), 1 - self._rank
         posted: list[Any] = []
         dist.barrier()
@@ -40,13 +48,13 @@ class Talking(Rank):
             following = [
                 dist.irecv(torch.empty_like(tensor), other, tag=0) for _ in range(messages)
             ]
-            for _ in range(30):
+            for _ in range(products):
                 torch.nn.functional.gelu(self._matrix @ self._matrix)
             for _ in range(messages):
                 self._sending.put(dist.isend(tensor, other, tag=0).wait)
-            for work in posted:
+            for work in following if at_once else posted:
                 work.wait()
-            posted = following
+            posted = [] if at_once else following
         for work in posted:
             work.wait()
         return 1e3 * (time.perf_counter() - start) / TURNS
@@ -57,12 +65,21 @@ def main() -> None:
     peer = Peer(Talking)
     peer.ask("begin")
     times: dict[int, list[float]] = {}
+    waiting: list[float] = []
     for _ in range(ROUNDS):
         for kilobytes in (0, *KILOBYTES):
             ms = max(peer.ask("turns_ms", kilobytes, MESSAGES if kilobytes else 0))
             times.setdefault(kilobytes, []).append(ms)
+        waiting.append(
+            max(peer.ask("turns_ms", KILOBYTES[0], 1, FEW, True))
+            - max(peer.ask("turns_ms", KILOBYTES[0], 1, FEW))
+        )
     peer.close()
-    print(f"{machine()}.\nMilliseconds that a message takes of each end's time:")
+    print(
+        f"{machine()}.\nMilliseconds that a message takes which is needed at once: "
+        f"{statistics.median(waiting):.3f} in the median, {min(waiting):.3f} at the fastest.\n"
+        "Milliseconds that a message takes of each end's time:"
+    )
     for kilobytes in KILOBYTES:
         found = [
             statistic(times[kilobytes]) - statistic(times[0])
