@@ -42,6 +42,7 @@ def stage_costs(
     """
     bounds = (0, *cuts, len(chain.blocks))
     stage_of = [j for j in range(len(bounds) - 1) for _ in range(bounds[j], bounds[j + 1])]
+    values = {value.name: value for value in chain.values}
     crossing = [_Crossing() for _ in range(len(bounds) - 1)]
     sent: dict[tuple[int, int], list[Value]] = {}
     for value in chain.values:
@@ -62,7 +63,7 @@ def stage_costs(
     holders = Counter(name for held in static for name in held)
     stages = tuple(
         replace(
-            _stage_cost(chain, begin, end, crossing[j], sum(static[j].values())),
+            _stage_cost(chain, values, begin, end, crossing[j], sum(static[j].values())),
             shared=tuple((name, size) for name, size in static[j].items() if holders[name] > 1),
         )
         for j, (begin, end) in enumerate(pairwise(bounds))
@@ -90,7 +91,12 @@ def _message(source: int, target: int, values: Sequence[Value], hands: bool) -> 
 
 
 def _stage_cost(
-    chain: Chain, begin: int, end: int, crossing: _Crossing, static_bytes: int
+    chain: Chain,
+    values: Mapping[str, Value],
+    begin: int,
+    end: int,
+    crossing: _Crossing,
+    static_bytes: int,
 ) -> StageCost:
     blocks = chain.blocks[begin:end]
     action_ms = chain.action_ms
@@ -119,7 +125,6 @@ def _stage_cost(
             arriving_bytes=sum(block.arriving_bytes for block in blocks),
             halving_ms=action_ms + sum(block.halving_ms for block in blocks),
         )
-    values = {value.name: value for value in chain.values}
     forward, backward = _workspaces(blocks, begin, values)
     if not forward and not backward:
         return cost  # a bare chain's blocks need nothing, and what their stages receive stays
