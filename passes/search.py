@@ -7,7 +7,8 @@
    of them, cuts are moved as in Pfeife (Jhoo et al., ICML 2025, section 4): one by 1 to 10 places,
    the others in proportion, or a few together; of several such moves, the one after which the step
    is likely to be shortest. Ours move the price of memory too, at which a device computes blocks
-   again. What a move is worth is told by a step in which each device chooses what it runs
+   again, and, where halves of a backward take longer than a whole one, of how many micro-batches
+   it is halved. What a move is worth is told by a step in which each device chooses what it runs
    (search_kernel.attempt). Where there is time, several climb from each shape, with chance of their
    own; those that fall behind are dropped.
 3. The order of the best is polished, and halves of backwards that gain nothing are put together.
@@ -149,12 +150,15 @@ class Search:
         path = even_path(self.problem.chain, self.problem.edges, len(shape))
         found = None
         for step in range(len(self.judge.prices)):
-            tried = self.judge(Candidate(path, shape, (step,) * len(shape), table), (1, p, m), 3)
+            tried = self.judge(Candidate(path, shape, (step,) * len(shape), m, table), (1, p, m), 3)
             if found is None or tried.worth < found.worth:
                 found = tried
             if not tried.worth[0]:
                 break
         assert found is not None
+        for halved in self.judge.halvings[1:] if table is None else ():
+            tried = self.judge(replace(found.candidate, halved=halved), (1, p, m), 3)
+            found = min(found, tried, key=lambda one: one.worth)
         random = Random(f"{self.seed} {shape} {table is None}")
         return _Climb(found, found, [found.worth] * _LATE, random)
 
@@ -194,6 +198,7 @@ class Search:
         here, random = climb.here, climb.random
         candidate = moved(here, self.judge, random)
         alike = candidate.table is None and len(candidate.path) == len(here.candidate.path)
+        alike = alike and candidate.halved == here.candidate.halved
         if alike and random.random() < _SHARE_NEAR:
             return self.judge.near(candidate, here, _NEAR, random.randrange(2**31))
         return self.judge(candidate, (1, self.problem.n_devices), 2)

@@ -48,12 +48,14 @@ class SearchProblem:
 class Candidate:
     """Places of the stages' bounds among the edges, the stages' devices and price steps.
 
-    With a `table` the devices follow it, else each chooses.
+    The backwards of the last `halved` micro-batches are in two halves. With a `table` the devices
+    follow it, else each chooses.
     """
 
     path: Path
     device_of: tuple[int, ...]
     prices: tuple[int, ...]
+    halved: int
     table: Schedule | None = None
 
 
@@ -84,6 +86,10 @@ class Judge:
         self.capacity = np.array(problem.capacity_bytes, np.int64)
         self.edges = np.array(problem.edges, np.int64)
         self.prices = self._prices()
+        # Where halves take longer than a whole, it matters how many backwards are halved.
+        longer = any(block.halving_ms > 0 for block in problem.chain.blocks)
+        m = problem.n_microbatches
+        self.halvings = tuple(m >> k for k in range(m.bit_length() + 1 if longer else 1))
         chain = self.chain
         costs = chain.forward_before, chain.backward_before, chain.weight_before
         link, n_values = problem.network.link, np.array(crossing(problem.chain)[0])
@@ -120,7 +126,8 @@ class Judge:
         """The best step of `candidate` from these first ranks, with and without patience."""
         if candidate.table is not None:
             return self._following(candidate, candidate.table)
-        split = np.ones(len(candidate.device_of), np.bool_)
+        split = np.zeros((len(candidate.device_of), self.problem.n_microbatches), np.bool_)
+        split[:, self.problem.n_microbatches - candidate.halved :] = True
         numbers, _ = self.numbers(candidate)
         policies = [(group, patience) for group in dict.fromkeys(groups) for patience in (0.0, 1.0)]
         over, step_ms, work, rank, room, ran = kernel.attempt(
@@ -166,8 +173,9 @@ class Judge:
         return tuple(best.tolist())
 
     def _following(self, candidate: Candidate, table: Schedule) -> Found:
-        split = np.zeros(len(candidate.device_of), np.bool_)
-        split[[stage for stage, _ in table.split]] = True
+        split = np.zeros((len(candidate.device_of), table.n_microbatches), np.bool_)
+        for stage, i in table.split:
+            split[stage, i] = True
         numbers, _ = self.numbers(candidate)
         # By identity: to hash a table takes as long as to simulate it. It is kept, so that no other
         # takes its place.
@@ -176,7 +184,7 @@ class Judge:
         ran = run(
             *self._rows[id(table)][1],
             np.empty((0, 0, 0)),
-            np.empty(0, np.bool_),
+            np.empty((0, 0), np.bool_),
             np.empty(0, np.int64),
             0.0,
             *numbers,

@@ -85,7 +85,7 @@ def attempt(numbers, split, capacity, groups, patiences, rounds):  # type: ignor
     step that ran.
     """
     n_stages, n_microbatches = numbers[5].shape
-    n_needed = (2 * n_stages + split.sum()) * n_microbatches
+    n_needed = 2 * n_stages * n_microbatches + split.sum()
     no_rows = np.empty(0, np.int64)
     no_kinds, no_stages = np.empty(0, np.int8), np.empty(0, np.int32)
     best_room, best_rank = capacity, first_ranks(n_stages, n_microbatches, groups[0])
@@ -129,7 +129,7 @@ def polish(numbers, split, capacity, rank, room, tries, seed):  # type: ignore[n
     """
     np.random.seed(seed)
     n_stages, n_microbatches = numbers[5].shape
-    n_needed = (2 * n_stages + split.sum()) * n_microbatches
+    n_needed = 2 * n_stages * n_microbatches + split.sum()
     no_rows = np.empty(0, np.int64)
     no_kinds, no_stages = np.empty(0, np.int8), np.empty(0, np.int32)
     patience = 0.0

@@ -6,6 +6,7 @@ from random import Random
 from fxpipe.passes.search_judge import Candidate, Found, Judge, SearchProblem
 
 _DRAWN = (1, 16, 64, 256)  # ways to move bounds that one is chosen of
+_HALVED = 0.1  # how often the move is of how many backwards are halved
 
 
 def moved(found: Found, judge: Judge, random: Random) -> Candidate:
@@ -17,6 +18,8 @@ def moved(found: Found, judge: Judge, random: Random) -> Candidate:
     kind = random.random()
     if n_prices > 1 and kind < 0.2:
         return replace(candidate, prices=_priced(candidate.prices, n_prices, random))
+    if len(judge.halvings) > 1 and candidate.table is None and random.random() < _HALVED:
+        return replace(candidate, halved=_halved(candidate.halved, problem.n_microbatches, random))
     if len(candidate.path) == 2:
         return candidate
     if candidate.table is None and kind > 0.7:
@@ -24,6 +27,11 @@ def moved(found: Found, judge: Judge, random: Random) -> Candidate:
     # Where it does not fit, the step's length says nothing.
     n_drawn = 1 if found.worth[0] else random.choice(_DRAWN)
     return replace(candidate, path=judge.shifted(found, n_drawn, random.randrange(2**31)))
+
+
+def _halved(halved: int, n_microbatches: int, random: Random) -> int:
+    """Some more backwards in halves, or some less."""
+    return min(max(halved + random.choice((-4, -1, 1, 4)), 0), n_microbatches)
 
 
 def _priced(prices: tuple[int, ...], n_prices: int, random: Random) -> tuple[int, ...]:

@@ -77,18 +77,21 @@ def shifted(path):  # type: ignore[no-untyped-def]
 
 @compiled
 def computing_ms(  # type: ignore[no-untyped-def]
-    path, device_of, n_microbatches,
+    path, device_of, n_microbatches, n_halved,
     forward_before, backward_before, weight_before, halving_before, message_ms,
 ):  # fmt: skip
-    """How long each device computes in a step with these bounds, all backwards in halves."""
+    """How long each device computes in a step with these bounds.
+
+    Of each stage, so many backwards are in halves.
+    """
     ms = np.zeros(device_of.max() + 1)
     for j in range(len(path) - 1):
         begin, end = path[j], path[j + 1]
         once = forward_before[end] - forward_before[begin]
         once += backward_before[end] - backward_before[begin]
-        if j > 0:
-            once += halving_before[end] - halving_before[begin]
         ms[device_of[j]] += n_microbatches * once
+        if j > 0:
+            ms[device_of[j]] += n_halved[j] * (halving_before[end] - halving_before[begin])
     return ms
 
 
@@ -103,10 +106,12 @@ def best_shift(path, n_drawn, seed, ran, device_of, costs):  # type: ignore[no-u
     np.random.seed(seed)
     counts, messages = critical_counts(ran[1], ran[2], ran[5], ran[6], device_of)
     n_microbatches = ran[3].max() + 1
+    n_halved = np.zeros(len(device_of), np.int64)
     done_ms = np.zeros(device_of.max() + 1)
     for action in range(len(ran[5])):
+        n_halved[ran[2][action]] += ran[1][action] == INPUT
         done_ms[ran[0][action]] = max(done_ms[ran[0][action]], ran[5][action])
-    waiting_ms = done_ms - computing_ms(path, device_of, n_microbatches, *costs)
+    waiting_ms = done_ms - computing_ms(path, device_of, n_microbatches, n_halved, *costs)
     best, least = path, np.inf
     for _ in range(n_drawn):
         new = shifted(path)
@@ -114,7 +119,7 @@ def best_shift(path, n_drawn, seed, ran, device_of, costs):  # type: ignore[no-u
             new = shifted(new)
         if (new == path).all():
             continue
-        busy_ms = computing_ms(new, device_of, n_microbatches, *costs)
+        busy_ms = computing_ms(new, device_of, n_microbatches, n_halved, *costs)
         ms = max(critical_ms(new, counts, messages, *costs), (waiting_ms + busy_ms).max())
         if ms < least:
             best, least = new, ms

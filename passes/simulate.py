@@ -193,7 +193,7 @@ def simulate(
     ran = kernel.run(
         *rows,
         np.empty((0, 0, 0)),
-        np.empty(0, np.bool_),
+        np.empty((0, 0), np.bool_),
         np.empty(0, np.int64),
         0.0,
         *given,

@@ -48,7 +48,8 @@ def choose(  # type: ignore[no-untyped-def]
             best, kind_found, stage_found = rank[2, j, i], WEIGHT, j
         i = nexts[1, j]
         if i < n_microbatches and missing[1, j, i] == 0 and rank[1, j, i] < best:
-            best, kind_found, stage_found = rank[1, j, i], INPUT if split[j] else BACKWARD, j
+            kind = INPUT if split[j, i] else BACKWARD
+            best, kind_found, stage_found = rank[1, j, i], kind, j
         i = nexts[0, j]
         if i < n_microbatches and missing[0, j, i] == 0 and rank[0, j, i] < best:
             again = 1 if recompute[j, i] else 0
@@ -114,7 +115,8 @@ def run(  # type: ignore[no-untyped-def]
     `arriving[stage]` what I leaves for W; `workspace[kind, stage, again]` is there while it runs.
     Outbox `2 j` is what stage j sends after F, `2 j + 1` after its backward; `receivers` are
     stages. `at_rest` is what each device holds between steps. `rank[F 0 or backward 1 or W 2,
-    stage, micro-batch]` says what comes first; stages that `split` run I and W in place of B.
+    stage, micro-batch]` says what comes first; where `split[stage, micro-batch]`, I and W run in
+    place of B.
 
     Returns devices, kinds, stages, micro-batches, starts, ends of the actions that ran and what
     each waited for last; peak memory by device and when; with `record`, memory over time as
@@ -152,7 +154,7 @@ def run(  # type: ignore[no-untyped-def]
         for i in range(n_microbatches):
             again = 1 if recompute[j, i] else 0
             need = workspace[FORWARD, j, again]
-            if not given and split[j]:
+            if not given and split[j, i]:
                 halves = max(workspace[INPUT, j, again], workspace[WEIGHT, j, again])
                 need = max(need, halves) + arriving[j]
             reserve[d] = max(reserve[d], need + comes_back[j, again])
@@ -292,7 +294,7 @@ def run(  # type: ignore[no-untyped-def]
                 way = 0 if kind == FORWARD else 2 if kind == WEIGHT else 1
                 i = nexts[way, j]
                 nexts[way, j] += 1
-                if kind == BACKWARD:
+                while kind != FORWARD and nexts[2, j] < nexts[1, j] and not split[j, nexts[2, j]]:
                     nexts[2, j] += 1
             way = 0 if kind == FORWARD else 1
             again = 1 if recompute[j, i] else 0

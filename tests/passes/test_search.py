@@ -80,8 +80,10 @@ def test_the_judge_says_what_the_simulator_says(seed: int) -> None:
     judge = Judge(asked)
     shape = random.choice(shapes(p, asked.loops))
     prices = tuple(random.randrange(len(judge.prices)) for _ in shape)
+    halved = random.randint(0, m)
+    path = even_path(chain, asked.edges, len(shape))
 
-    found = judge(Candidate(even_path(chain, asked.edges, len(shape)), shape, prices), (1, p), 2)
+    found = judge(Candidate(path, shape, prices, halved), (1, p), 2)
 
     bounds = [asked.edges[e] for e in found.candidate.path]
     again = judge.numbers(found.candidate)[1].tolist()
@@ -109,7 +111,7 @@ def test_the_judge_counts_tied_weights_once_on_one_device() -> None:
     judge = Judge(problem(tied, 2, 2))
 
     def peak(shape: tuple[int, ...]) -> int:
-        found = judge(Candidate((0, 1, 2, 3, 4), shape, (0,) * 4), (1, 2), 2)
+        found = judge(Candidate((0, 1, 2, 3, 4), shape, (0,) * 4, 2), (1, 2), 2)
         return max(found.ran[7].tolist())
 
     # With gradients and Adam's states.
@@ -124,8 +126,9 @@ def test_the_judge_counts_what_stages_hand_over_on_one_device(seed: int) -> None
     needing = replace(chain, blocks=tuple(replace(one, **needs) for one in chain.blocks))
     asked = problem(needing, 2, 4)
     shape = (0, 1, 1, 0)
+    path = even_path(chain, asked.edges, 4)
 
-    found = Judge(asked)(Candidate(even_path(chain, asked.edges, 4), shape, (0,) * 4), (1, 2), 2)
+    found = Judge(asked)(Candidate(path, shape, (0,) * 4, asked.n_microbatches), (1, 2), 2)
 
     cuts = tuple(asked.edges[e] for e in found.candidate.path[1:-1])
     exact = evaluate(
@@ -194,7 +197,7 @@ def test_never_worse_than_a_named_schedule_on_stages_of_equal_time(seed: int) ->
         table = order.build(name, 3, 6, order.usual_loops(name, 3))
         path = even_path(chain, asked.edges, table.n_stages)
         found = Judge(asked)(
-            Candidate(path, table.stage_to_device, (0,) * table.n_stages, table), (), 0
+            Candidate(path, table.stage_to_device, (0,) * table.n_stages, 0, table), (), 0
         )
         assert plan.estimate.step_ms <= found.worth[1] * (1 + 1e-9)
 
@@ -209,6 +212,21 @@ def test_the_same_seed_gives_the_same_plan(climbs: int, monkeypatch: pytest.Monk
 
     assert (plans[0].cuts, plans[0].schedule) == (plans[1].cuts, plans[1].schedule)
     assert plans[0].schedule != plans[2].schedule
+
+
+def test_where_halves_take_long_cuts_and_order_are_made_for_whole_backwards() -> None:
+    costs = {"saved": KIB, "weight_gradient_ms": 0.07, "halving_ms": 0.1}
+    blocks = [block(f"b{k}", 0.12 if k % 5 else 0.18, 0.18, **costs) for k in range(48)]
+    slow = Network(Link(0.5, 1e9, value_ms=0.2))
+    asked = replace(problem(plain(blocks, 0), 2, 16, 6 * 24 * KIB, network=slow), loops=(1,))
+
+    plan = searched(asked)
+
+    whole = min(
+        Judge(asked)(Candidate((0, cut, 48), (0, 1), (0, 0), 0), (1, 16), 3).worth
+        for cut in range(20, 30)
+    )
+    assert plan.estimate.step_ms <= whole[1] * (1 + 1e-9)
 
 
 def test_a_table_given_is_kept() -> None:
@@ -235,7 +253,7 @@ def test_what_does_not_fit_is_computed_again() -> None:
 def test_what_a_step_hangs_on_adds_up_to_it(seed: int) -> None:
     chain = replace(halved_slowly(random_chain(Random(seed), 24), Random(seed)), action_ms=0.0)
     judge = Judge(problem(chain, 3, 6, network=Network(Link(0.0, 1e6))))
-    candidate = Candidate(even_path(chain, judge.problem.edges, 6), (0, 1, 2) * 2, (0,) * 6)
+    candidate = Candidate(even_path(chain, judge.problem.edges, 6), (0, 1, 2) * 2, (0,) * 6, 4)
     found = judge(candidate, (1,), 1)
 
     counts = critical_counts(*(found.ran[k] for k in (1, 2, 5, 6)), np.array(candidate.device_of))
@@ -249,7 +267,7 @@ def test_bounds_move_and_every_stage_keeps_an_atom(seed: int) -> None:
     chain = random_chain(Random(seed), 12)
     judge = Judge(problem(chain, 2, 2))
     path = even_path(chain, judge.problem.edges, 4)
-    found = judge(Candidate(path, (0, 1) * 2, (0,) * 4), (1,), 1)
+    found = judge(Candidate(path, (0, 1) * 2, (0,) * 4, 2), (1,), 1)
 
     moved = judge.shifted(found, 1 + seed % 4, seed)
 
@@ -261,11 +279,11 @@ def test_bounds_move_and_every_stage_keeps_an_atom(seed: int) -> None:
 def test_the_chosen_move_makes_no_other_device_the_one_that_takes_longest() -> None:
     chain = plain([block(f"b{k}") for k in range(60)], 0)
     judge = Judge(problem(chain, 3, 24, network=Network(Link(0.0, 1e6))))
-    found = judge(Candidate((0, 22, 41, 60), (0, 1, 2), (0,) * 3), (1,), 1)
+    found = judge(Candidate((0, 22, 41, 60), (0, 1, 2), (0,) * 3, 24), (1,), 1)
 
     path = judge.shifted(found, 256, seed=0)
 
-    again = judge(Candidate(path, (0, 1, 2), (0,) * 3), (1,), 1)
+    again = judge(Candidate(path, (0, 1, 2), (0,) * 3, 24), (1,), 1)
     assert again.worth[1] < found.worth[1]
 
 
@@ -313,7 +331,7 @@ def test_alike_stages_of_a_model_are_its_layers() -> None:
 def test_a_device_with_more_to_do_has_no_leisure() -> None:
     judge = Judge(problem(plain([block(f"b{k}") for k in range(8)], 0), 2, 2))
 
-    leisure = judge.leisure(Candidate((0, 1, 4, 5, 8), (0, 1, 0, 1), (0,) * 4))
+    leisure = judge.leisure(Candidate((0, 1, 4, 5, 8), (0, 1, 0, 1), (0,) * 4, 4))
 
     assert leisure.tolist() == pytest.approx([2, 2 / 3, 2, 2 / 3])
 
@@ -339,7 +357,7 @@ def test_smaller_stages_at_both_ends_are_sooner_begun_and_sooner_done(p: int) ->
 
     def step_ms(first: float, last: float) -> float:
         path = judge.alike(tapered(len(shape), p, first, last), price=1.0)
-        return judge(Candidate(path, shape, (0,) * len(shape)), (1, p), 2).worth[1]
+        return judge(Candidate(path, shape, (0,) * len(shape), 2 * p), (1, p), 2).worth[1]
 
     computing_ms = 2 * p * 60 * 3
     assert step_ms(0.3, 0.3) - computing_ms < 0.8 * (step_ms(1.0, 1.0) - computing_ms)
