@@ -1,7 +1,8 @@
 """What each op needs at its fullest besides what ops save: values and gradients that still wait.
 
 Forward, a value that no backward keeps is there from its op to its last reader, or for as long as
-the variable that it is assigned to; backward, a value's gradient from its last reader to its op.
+the variable that it is assigned to; backward, a value's gradient from its last reader to its op
+(returning.py).
 """
 
 from collections import Counter
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fxpipe.ir import Capture, OpCost
+from fxpipe.returning import gradient_spans
 from fxpipe.variables import held_until
 
 # What is there at once of a loss that was not measured, in tensors like the output: one such as
@@ -45,7 +47,7 @@ def workspaces(
     end = len(order)
     names = Counter(capture.ops[name].storage for name in order)
     made: dict[str, int] = {}
-    last: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
     trained: set[str] = set()
     nodes = {node.name: node for node in capture.graph.nodes}
@@ -57,8 +59,8 @@ def workspaces(
             n_bytes = spec.bytes({**capture.sizes, "batch": batch})
             sizes[storage] = max(n_bytes, sizes.get(storage, 0))
             trained |= {storage} if spec.requires_grad else set()
-            readers = [place[user.name] for user in nodes[name].users if user.name in place]
-            last[storage] = max([k, last.get(storage, k), *readers])
+            users = (place[user.name] for user in nodes[name].users if user.name in place)
+            readers.setdefault(storage, []).extend([k, *users])
     kept_from: dict[str, int] = {}
     for k, name in enumerate(order):
         for storage, _ in costs[name].saved if name in costs else ():
@@ -70,10 +72,11 @@ def workspaces(
         held[storage] = max(until, held.get(storage, until))
     waiting, returning = ([set[str]() for _ in order] for _ in range(2))
     for storage in sizes:
-        until = end - 1 if storage in outputs else max(last[storage], held.get(storage, 0))
+        until = end - 1 if storage in outputs else max(*readers[storage], held.get(storage, 0))
         for k in range(made[storage] + 1, min(until, kept_from.get(storage, end) - 1) + 1):
             waiting[k].add(storage)
-        for k in range(made[storage], last[storage]) if storage in trained else ():
+    for storage, span in gradient_spans(capture, order, made, readers, trained).items():
+        for k in span:
             returning[k].add(storage)
     needed: dict[str, Needed] = {}
     for k, name in enumerate(order):

@@ -7,7 +7,7 @@ anew; a stage's code is the user's, so its variables are too.
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -15,7 +15,8 @@ from torch import fx
 from fxpipe.interpret import NAMED
 from fxpipe.ir import Capture
 
-# A stage deletes what these have joined, if it is read no more (codegen/outlived.py).
+# Behind the line of one of these, a stage deletes what was joined, if it is read no more
+# (codegen/outlived.py).
 JOINS = {
     *(torch.cat, torch.concat, torch.concatenate, torch.stack),
     *(torch.hstack, torch.vstack, torch.dstack),
@@ -25,24 +26,26 @@ JOINS = {
 def held_until(capture: Capture, order: Sequence[str]) -> dict[str, int]:
     """By value: the last place in `order` at which its variable still holds it.
 
-    What is part of a longer expression has no variable, and is left out.
+    What is part of a longer expression has no variable, and is left out, unless it is joined to
+    others: a stage may give it a line of its own. It is deleted behind the line that joins them,
+    which is taken to end with what reads the whole.
     """
     nodes = {node.name: node for node in capture.graph.nodes}
     place = {name: k for k, name in enumerate(order)}
     frames, ends = _frames([_home(capture, nodes[name]) for name in order])
-    assigned: dict[tuple[int, str], list[str]] = defaultdict(list)
+    assigned: dict[tuple[int, str], list[int]] = defaultdict(list)
     for name, frame in zip(order, frames, strict=True):
         if nodes[name].meta.get(NAMED) == "variable":
-            assigned[frame, base(name)].append(name)
+            assigned[frame, base(name)].append(place[name])
     held: dict[str, int] = {}
-    for (frame, _), names in assigned.items():
-        places = [place[name] for name in names]
-        for name in names:
-            readers = [user for user in nodes[name].users if user.name in place]
-            last = max((place[user.name] for user in readers), default=place[name])
-            if any(user.target in JOINS and place[user.name] == last for user in readers):
-                held[name] = last
-                continue
+    for name in order:
+        readers = [user for user in nodes[name].users if user.name in place]
+        last = max((place[user.name] for user in readers), default=place[name])
+        if any(user.target in JOINS and place[user.name] == last for user in readers):
+            held[name] = _read_until(nodes, order, frames, last)
+        elif nodes[name].meta.get(NAMED) == "variable":
+            frame = frames[place[name]]
+            places = assigned[frame, base(name)]
             anew = bisect_left(places, max(last, place[name] + 1))
             held[name] = places[anew] if anew < len(places) else ends[frame]
     return held
@@ -74,6 +77,22 @@ def _frames(homes: Sequence[str]) -> tuple[list[int], list[int]]:
             ends[call] = k
         frames.append(running[-1][1])
     return frames, ends
+
+
+def _read_until(
+    nodes: Mapping[str, fx.Node], order: Sequence[str], frames: Sequence[int], k: int
+) -> int:
+    """The last place of the op or the call that reads what place `k` makes, if on the same line."""
+    line = nodes[order[k]].meta.get("frames", ())
+
+    def on_line(place: int) -> bool:
+        there = nodes[order[place]].meta.get("frames", ()) if place < len(order) else ()
+        return bool(line) and there[: len(line)] == line
+
+    end = k
+    while on_line(end + 1) and frames[end + 1] != frames[k]:
+        end += 1
+    return k + 1 if end == k and on_line(k + 1) else end
 
 
 def _is_within(module: str, outer: str) -> bool:

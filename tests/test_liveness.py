@@ -42,6 +42,25 @@ class Nested(nn.Module):
         return a * 2 - 1
 
 
+class Joined(nn.Module):
+    """The gradients of both parts are views of the whole's, which waits for the earlier one."""
+
+    def forward(self, x):
+        early = x + 1
+        a = early * 2
+        b = a * 3
+        return torch.cat([early, b]) * 4
+
+
+class Folded(nn.Module):
+    """What is joined within a longer line is there while the whole is read."""
+
+    def forward(self, x):
+        a = x + 1
+        b = torch.cat([a, x]) * 2 * 3
+        return b - 1
+
+
 def needed(costs=None, model=Skip):
     """By op, forward and backward, in tensors like the input."""
     captured = capture(model(), (torch.randn(8, 4, requires_grad=True),), {})
@@ -58,10 +77,21 @@ def test_values_and_gradients_that_wait():
     assert needed() == [(0, 1), (1, 2), (2, 2), (3, 0)]
 
 
+def test_a_gradient_whose_views_are_gradients_waits_for_the_last_of_them():
+    # Of early and b, twice as long as the input; beside it, on the way back from b, one of a.
+    backward = [of_backward for _, of_backward in needed(model=Joined)]
+    assert backward == [1, 1 + 2, 2, 2, 0]
+
+
 def test_a_value_is_held_by_its_variable_until_that_is_assigned_anew_or_its_function_ends():
     # A loss holds four tensors like the last op's result, one of them in the room for results.
     assert needed(model=Plain) == [(0, 1), (1, 1), (1, 1), (3, 0)]
     assert needed(model=Nested)[-2:] == [(1, 1), (3, 0)]
+
+
+def test_what_is_joined_is_held_while_its_line_reads_the_whole():
+    # The whole is twice as long as a part.
+    assert [forward for forward, _ in needed(model=Folded)] == [0, 1, 1 + 2, 2, 6]
 
 
 def test_what_is_saved_waits_for_nothing():
