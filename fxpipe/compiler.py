@@ -76,7 +76,8 @@ def compile(
 
     With `schedule="auto"` cuts, stages a device, map and order are searched together for
     `time_limit_s` by `workers` threads, with chance from `seed`; with `checkpoint="auto"` so are
-    the parts of stages that are computed again in backward, for a named schedule too.
+    the parts of stages that are computed again in backward, for a named schedule too. With
+    `schedule="cpsat"` half of that time goes to CP-SAT's search for the order of these stages.
 
     A given `profile` must be of the same model
     and micro-batch; text such as `analytic:h100` has it worked out for that device, and a model

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fxpipe.ir import Plan
+from fxpipe.passes.search_order import NAME as ORDERED
 from fxpipe.planner import Answer, Question
 from fxpipe.report import bytes_text, ms_text
 
@@ -92,9 +93,9 @@ def _best(question: Question, plan: Plan) -> str:
         for j, device in enumerate(plan.stage_to_device)
     ]
     if plan.bound_ms is not None:
-        lines.append(
-            f"no plan of this chain on these devices takes less than {ms_text(plan.bound_ms)}"
-        )
+        ordered = plan.solver == ORDERED
+        what = "order of these actions" if ordered else "plan of this chain on these devices"
+        lines.append(f"no {what} takes less than {ms_text(plan.bound_ms)}")
     if plan.segments:
         lines.append(
             f"computing again adds {ms_text(_again_ms(question, plan))} to a micro-batch, over "

@@ -13,6 +13,7 @@ from fxpipe.passes.order import given as given_schedule
 from fxpipe.passes.order import usual_loops
 from fxpipe.passes.partition import SOLVERS
 from fxpipe.passes.search_plan import NAME as AUTO
+from fxpipe.passes.search_plan import NAMES as SEARCHED
 from fxpipe.schedule import Schedule
 
 
@@ -30,16 +31,16 @@ def check_settings(
     modes = (*(mode.value for mode in CheckpointMode), AUTO)
     named = SCHEDULES[0] if isinstance(schedule, Schedule) else str(schedule).partition(":")[0]
     for what, name, names in (
-        ("schedule", named, (*SCHEDULES, AUTO)),
+        ("schedule", named, (*SCHEDULES, *SEARCHED)),
         ("checkpoint mode", checkpoint, modes),
         ("solver", solver, SOLVERS),
     ):
         if name not in names:
             wrong.append(f"there is no {what} {name!r}: use one of {', '.join(names)}")
-    if schedule == AUTO and checkpoint not in (CheckpointMode.NEVER, AUTO):
+    if schedule in SEARCHED and checkpoint not in (CheckpointMode.NEVER, AUTO):
         wrong.append(
-            f"the schedule auto recomputes nothing or chooses what: give checkpoint never or auto, "
-            f"not {checkpoint}"
+            f"the schedule {schedule} recomputes nothing or chooses what: give checkpoint never or "
+            f"auto, not {checkpoint}"
         )
     if wrong:
         raise InputError("\n".join(wrong))
@@ -65,7 +66,7 @@ def table_of(
     schedule: str | Schedule, n_devices: int, microbatches: int, loops: int | None
 ) -> Schedule | None:
     """The table that is asked for; none if it is searched."""
-    if schedule == AUTO:
+    if schedule in SEARCHED:
         return None
     if isinstance(schedule, Schedule):
         return given_schedule(schedule, n_devices, microbatches, loops)

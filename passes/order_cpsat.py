@@ -7,10 +7,10 @@ the simulator (order_model.py). The answer is judged by the simulator, as all ot
 from dataclasses import dataclass
 from math import ceil
 
-from fxpipe.passes.order_model import PARTS, OrderModel
+from fxpipe.passes.order_model import OrderModel
 from fxpipe.passes.order_problem import OrderProblem
 from fxpipe.passes.order_whole import whole_where_it_pays
-from fxpipe.schedule import Action, Schedule
+from fxpipe.schedule import Schedule
 
 # Rounding down loses less than this share of the step for each action on the critical path. With
 # ten times as many, small problems take several times as long.
@@ -46,7 +46,9 @@ def solve(
             model.go_greedily()
         else:
             model.hint(best)
-        found, least = _search(model, left, greedy, seed, n_workers)
+        # OR-Tools 9.15 aborts where several workers are given a hint and nothing is feasible, as
+        # with less room may be (github.com/google/or-tools/issues/5025).
+        found, least = _search(model, left, greedy, seed, 1 if any(spare) else n_workers)
         if not any(spare):
             bound_ms = max(bound_ms, least * unit_ms * (1 - 1e-9))
         if found is not None:
@@ -98,8 +100,6 @@ def _search(
 
 def _unit_ms(problem: OrderProblem, step_ms: float) -> float:
     """A part of the shortest action, so that nothing is rounded where all take equally long."""
-    actions = (
-        problem.action_ms(Action(j, kind, 0)) for j in range(len(problem.stages)) for kind in PARTS
-    )
-    shortest = min((ms for ms in actions if ms), default=1.0)
+    each = (action for j in range(len(problem.stages)) for action in problem.actions(j, 0))
+    shortest = min((ms for action in each if (ms := problem.action_ms(action))), default=1.0)
     return shortest / ceil(shortest * _UNITS_PER_STEP / step_ms) if step_ms else 1.0

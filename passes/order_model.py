@@ -2,14 +2,15 @@
 
 In whole units of time, each cost rounded down:
 
-1. Each F, I and W is an interval on its stage's device, and a device runs one at a time. A whole
-   backward is an I and its W, one after the other: that is never longer.
+1. Each F, I and W, and each B of a backward that is to be whole, is an interval on its stage's
+   device, and a device runs one at a time.
 2. Each message that takes time is an interval on its ordered pair of devices, one at a time.
-3. F starts when the stages before have sent, I when those after have, W after its own I.
-4. A device's memory: saved bytes from the start of F (of I, if recomputed) to the end of W,
-   received ones from the start of the transfer, or of the action that sends them to a stage with a
-   workspace, and that while an action runs.
-5. Micro-batches that are recomputed alike are alike, so their F, I and W go by number.
+3. F starts when the stages before have sent, I or B when those after have, W after its own I.
+4. A device's memory: saved bytes from the start of F (of I or B, if recomputed) to the end of W or
+   B, received ones from the start of the transfer, or of the action that sends them to a stage with
+   a workspace, and that while an action runs.
+5. Micro-batches that are recomputed alike, and whose backwards are, are alike, so their actions go
+   by number.
 6. The end of the last interval is minimised.
 
 A message may wait here for room at its receiver, or for another that was sent later, which it does
@@ -27,7 +28,7 @@ from fxpipe.schedule import Action, Kind, Schedule
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-PARTS = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 
 
 class OrderModel:
@@ -50,6 +51,7 @@ class OrderModel:
         self.held: list[list[tuple[cp_model.LinearExprT, cp_model.LinearExprT, int]]] = [
             [] for _ in problem.capacity_bytes
         ]
+        self.received = [0] * len(problem.stages)  # with each F
         self.makespan = self.model.new_int_var(0, horizon, "makespan")
         self._add_actions()
         self._add_messages()
@@ -67,78 +69,101 @@ class OrderModel:
     def _units(self, ms: float) -> int:
         return int(ms / self.unit_ms * (1 + 1e-12))
 
-    def _actions(self, *kinds: Kind) -> Iterator[Action]:
+    def _each(self) -> Iterator[tuple[Action, ...]]:
+        """The actions of each stage and micro-batch: F, then B, or I and W."""
         for j in range(len(self.problem.stages)):
             for i in range(self.problem.n_microbatches):
-                yield from (Action(j, kind, i) for kind in kinds)
+                yield self.problem.actions(j, i)
+
+    def _backward(self, stage: int, i: int) -> Action:
+        """The action that sends gradients on."""
+        return self.problem.actions(stage, i)[1]
+
+    def _done(self, stage: int, i: int) -> "cp_model.LinearExpr":
+        """When nothing of the micro-batch is held any more."""
+        return self.ends[self.problem.actions(stage, i)[-1]]
 
     def _add_actions(self) -> None:
         """Rules 1 and 6, and of rule 3 what is within a stage."""
         running: dict[int, list[cp_model.IntervalVar]] = defaultdict(list)
-        for action in self._actions(*PARTS):
-            duration = self._units(self.problem.action_ms(action))
-            device = self.problem.devices[action.stage]
-            self.starts[action] = self._interval(str(action), duration, running[device])
-            self.ends[action] = self.starts[action] + duration
+        for actions in self._each():
+            for action in actions:
+                duration = self._units(self.problem.action_ms(action))
+                device = self.problem.devices[action.stage]
+                self.starts[action] = self._interval(str(action), duration, running[device])
+                self.ends[action] = self.starts[action] + duration
+            for before, after in pairwise(actions):
+                self.model.add(self.starts[after] >= self.ends[before])
+            self.model.add(self.makespan >= self.ends[actions[-1]])
         for intervals in running.values():
             self.model.add_no_overlap(intervals)
-        for j in range(len(self.problem.stages)):
-            for i in range(self.problem.n_microbatches):
-                f, b, w = (Action(j, kind, i) for kind in PARTS)
-                self.model.add(self.starts[b] >= self.ends[f])
-                self.model.add(self.starts[w] >= self.ends[b])
-                self.model.add(self.makespan >= self.ends[w])
 
     def _add_messages(self) -> None:
         """Rule 2, and of rule 3 what is between stages."""
         for j in range(1, len(self.problem.stages)):
-            self._add_waits(Kind.FORWARD, j - 1, j, None)
-            self._add_waits(Kind.INPUT, j, j - 1, None)
+            self._add_waits(j - 1, j, None)
+            self._add_waits(j, j - 1, None)
         for message in self.problem.messages:
             source, target = message.source, message.target
-            self._add_waits(Kind.FORWARD, source, target, message.bytes)
+            self._add_waits(source, target, message.bytes)
             if message.gradient_bytes is not None:
-                self._add_waits(Kind.INPUT, target, source, message.gradient_bytes)
+                self._add_waits(target, source, message.gradient_bytes)
         for intervals in self.links.values():
             self.model.add_no_overlap(intervals)
 
-    def _add_waits(self, kind: Kind, source: int, target: int, n_bytes: int | None) -> None:
+    def _add_waits(self, source: int, target: int, n_bytes: int | None) -> None:
         """`target` waits with each micro-batch for `source`, and for what that sends if it does."""
-        devices = self.problem.devices
+        devices, forward = self.problem.devices, source < target
         pair = devices[source], devices[target]
         trip_ms = 0.0 if n_bytes is None else self.problem.transfer_ms(source, target, n_bytes)
         duration = self._units(trip_ms)
+        sends = n_bytes is not None and pair[0] != pair[1]
+        if forward and sends:
+            self.received[target] += n_bytes or 0
         for i in range(self.problem.n_microbatches):
-            since: cp_model.LinearExprT = self.ends[Action(source, kind, i)]
+            sender, waiting = (
+                Action(j, Kind.FORWARD, i) if forward else self._backward(j, i)
+                for j in (source, target)
+            )
+            since: cp_model.LinearExprT = self.ends[sender]
             if duration:
-                name = f"{source}{kind}{i}_to_{target}"
-                start = self._interval(name, duration, self.links[pair])
+                start = self._interval(f"{sender}_to_{target}", duration, self.links[pair])
                 self.model.add(start >= since)
                 since = start
-            self.model.add(self.starts[Action(target, kind, i)] >= since + duration)
-            if n_bytes is not None and pair[0] != pair[1]:
+            self.model.add(self.starts[waiting] >= since + duration)
+            if sends:
                 if self.problem.stages[target].backward_workspace_bytes:
-                    since = self.starts[Action(source, kind, i)]
-                self._hold(target, i, since, n_bytes)
+                    since = self.starts[sender]
+                # What came for F, and is not gone then, is counted on with what F saves.
+                until = self.ends[waiting] if forward else self._done(target, i)
+                self._hold(target, since, until, n_bytes or 0)
 
-    def _hold(self, stage: int, i: int, since: "cp_model.LinearExprT", n_bytes: int) -> None:
-        until = self.ends[Action(stage, Kind.WEIGHT, i)]
-        self.held[self.problem.devices[stage]].append((since, until, n_bytes))
+    def _hold(
+        self,
+        stage: int,
+        since: "cp_model.LinearExprT",
+        until: "cp_model.LinearExprT",
+        n_bytes: int,
+    ) -> None:
+        if n_bytes > 0:
+            self.held[self.problem.devices[stage]].append((since, until, n_bytes))
 
     def _add_memory(self) -> None:
         """Rule 4, on each device that could be too small."""
         problem = self.problem
-        for action in self._actions(Kind.FORWARD, Kind.INPUT):
-            since, n_bytes = self.starts[action], problem.held_bytes(action)
-            self._hold(action.stage, action.microbatch, since, n_bytes)
-        for action in self._actions(*PARTS):
-            again = problem.recompute[action.stage][action.microbatch]
-            needed = problem.stages[action.stage].workspace_of(action.kind, again)
-            one = (self.starts[action], self.ends[action], needed)
-            self.held[problem.devices[action.stage]].append(one)
+        for forward, backward, *weight in self._each():
+            j, done = forward.stage, self._done(forward.stage, forward.microbatch)
+            kept = problem.held_bytes(forward)
+            begun, ended = self.starts[forward], self.ends[forward]
+            self._hold(j, begun, ended, problem.workspace_bytes(forward) + kept)
+            self._hold(j, ended, done, kept + self.received[j])
+            self._hold(j, self.starts[backward], done, problem.held_bytes(backward))
+            for action in (backward, *weight):
+                span = self.starts[action], self.ends[action]
+                self._hold(j, *span, problem.workspace_bytes(action))
         for device, held in enumerate(self.held):
-            room = problem.capacity_bytes[device] - problem.fixed_bytes(device) - self.spare[device]
-            held = [one for one in held if one[2]]
+            room = problem.capacity_bytes[device] - self.spare[device]
+            room -= int(problem.numbers.at_rest[device])
             if sum(n_bytes for _, _, n_bytes in held) <= room:
                 continue
             spans = []
@@ -152,33 +177,35 @@ class OrderModel:
         """What rule 4 says of one stage alone: so many micro-batches at most, one in, one out."""
         problem = self.problem
         for j in range(len(problem.stages)):
-            each = problem.held_bytes(Action(j, Kind.FORWARD, 0))
-            if problem.devices[j] != device or not each or any(problem.recompute[j]):
+            each = problem.held_bytes(Action(j, Kind.FORWARD, 0)) + self.received[j]
+            mixed = any(problem.recompute[j]) or any(stage == j for stage, _ in problem.whole)
+            if problem.devices[j] != device or each <= 0 or mixed:
                 continue
             most = max(0, room) // each
             for i in range(problem.n_microbatches - most):
-                oldest = Action(j, Kind.WEIGHT, i)
                 newest = Action(j, Kind.FORWARD, i + most)
-                self.model.add(self.starts[newest] >= self.ends[oldest])
+                self.model.add(self.starts[newest] >= self._done(j, i))
 
     def _add_numbering(self) -> None:
         """Rule 5."""
         alike: dict[tuple[bool, ...], list[int]] = defaultdict(list)
+        stages = range(len(self.problem.stages))
         for i, column in enumerate(zip(*self.problem.recompute, strict=True)):
-            alike[column].append(i)
+            alike[(*column, *((j, i) in self.problem.whole for j in stages))].append(i)
         for numbers in alike.values():
-            for j in range(len(self.problem.stages)):
-                for kind in PARTS:
-                    for i, k in pairwise(numbers):
-                        first, second = Action(j, kind, i), Action(j, kind, k)
+            for j in stages:
+                for i, k in pairwise(numbers):
+                    both = zip(self.problem.actions(j, i), self.problem.actions(j, k), strict=True)
+                    for first, second in both:
                         self.model.add(self.starts[second] >= self.ends[first])
 
     def go_greedily(self) -> None:
-        """Search first where what can start earliest does; at one time I, then F, then W."""
+        """Search first where what can start earliest does; at one time I or B, then F, then W."""
         from ortools.sat.python import cp_model
 
         def place(action: Action) -> tuple[int, int, int]:
-            kind = (Kind.INPUT, Kind.FORWARD, Kind.WEIGHT).index(action.kind)
+            first = (Kind.INPUT, Kind.BACKWARD, Kind.FORWARD, Kind.WEIGHT)
+            kind = max(1, first.index(action.kind))
             return kind, action.microbatch, action.stage
 
         starts = [self.starts[action] for action in sorted(self.starts, key=place)]
@@ -191,7 +218,7 @@ class OrderModel:
         for row, times in zip(schedule.rows, spans, strict=True):
             for action, (start_ms, end_ms) in zip(row, times, strict=True):
                 j, i = action.stage, action.microbatch
-                if action.kind is Kind.BACKWARD:
+                if action.kind is Kind.BACKWARD and action not in self.starts:
                     weight = Action(j, Kind.WEIGHT, i)
                     weight_ms = end_ms - self.problem.action_ms(weight)
                     self.model.add_hint(self.starts[weight], self._units(weight_ms))
@@ -203,7 +230,7 @@ class OrderModel:
 
         def place(action: Action) -> tuple[int, int, int, int]:
             start, end = solver.value(self.starts[action]), solver.value(self.ends[action])
-            kind = PARTS.index(action.kind)
+            kind = _KINDS.index(action.kind)
             return start, end, kind, -action.stage if kind else action.stage
 
         return Schedule(

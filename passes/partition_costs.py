@@ -7,7 +7,7 @@ from itertools import pairwise
 from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, StageEstimate
 from fxpipe.passes import checkpoints
 from fxpipe.passes.partition_stages import stage_costs, with_segments
-from fxpipe.passes.simulate import simulate
+from fxpipe.passes.simulate import Message, StageCost, simulate
 from fxpipe.schedule import Kind, Schedule
 
 Cuts = tuple[int, ...]
@@ -24,13 +24,7 @@ def evaluate(
     segments: Sequence[checkpoints.Segments] = (),
 ) -> Estimate:
     """What the simulator predicts of `chain` cut at `cuts` under `schedule`."""
-    stages, messages = stage_costs(chain, cuts, training_factor)
-    if any(segments):
-        bounds = pairwise((0, *cuts, len(chain.blocks)))
-        stages = tuple(
-            with_segments(chain, cost, begin, end, own)
-            for cost, (begin, end), own in zip(stages, bounds, segments, strict=True)
-        )
+    stages, messages = segmented_costs(chain, cuts, training_factor, segments)
     recompute = checkpoints.recompute_table(checkpoint, schedule.n_microbatches)
     simulation = simulate(schedule, stages, messages, network, recompute)
     received = Counter[int]()
@@ -56,6 +50,23 @@ def evaluate(
             )
         ),
     )
+
+
+def segmented_costs(
+    chain: Chain,
+    cuts: tuple[int, ...],
+    training_factor: float,
+    segments: Sequence[checkpoints.Segments],
+) -> tuple[tuple[StageCost, ...], tuple[Message, ...]]:
+    """What stages cost of which `segments` are computed again, and what they send each other."""
+    stages, messages = stage_costs(chain, cuts, training_factor)
+    if any(segments):
+        bounds = pairwise((0, *cuts, len(chain.blocks)))
+        stages = tuple(
+            with_segments(chain, cost, begin, end, own)
+            for cost, (begin, end), own in zip(stages, bounds, segments, strict=True)
+        )
+    return stages, messages
 
 
 def edges_of(chain: Chain) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ from fxpipe.passes import checkpoints
 from fxpipe.passes.simulate import Message, StageCost
 
 # Of what a stage holds at rest and saves: what an allocator rounds up and can't use between blocks,
-# and memory that a view keeps whole, as the gradient of a concatenation does. Chosen so that no
-# peak that benchmarks/predictions.py measured was higher than predicted.
+# and memory that a view keeps whole. Chosen so that no peak that benchmarks/predictions.py measured
+# was higher than predicted.
 FRAGMENTATION = 0.025
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from fxpipe.errors import PlanError
 from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
-from fxpipe.passes import checkpoints
+from fxpipe.passes import checkpoints, search_order
 from fxpipe.passes.order_whole import whole_where_it_pays
 from fxpipe.passes.partition_costs import edges_of, evaluate, size_text
 from fxpipe.passes.partition_tidy import MOST_LONGER, REACH
@@ -17,6 +17,7 @@ from fxpipe.passes.search_judge import Found, Judge, SearchProblem
 from fxpipe.schedule import Schedule
 
 NAME = "auto"
+NAMES = (NAME, search_order.NAME)  # of schedules whose order is left open
 # Numbers of stages a device, of which each is a file that people read; and those of a bare chain.
 LOOPS = (1, 2, 3, 4, 6)
 _MORE_LOOPS, _MOST_STAGES = 16, 64
@@ -43,7 +44,8 @@ def search(
     """Cuts, stages a device, map, order and recomputation with a short simulated step that fits.
 
     With `recompute`, blocks are computed again where that pays. `loops` are the numbers of stages a
-    device that are tried; with a `table`, of the schedule of that name, its order stands.
+    device that are tried; with a `table`, of the schedule of that name, its order stands. Of the
+    schedule cpsat, half of the time goes to CP-SAT's search for the order of the stages found.
     `progress` is told each better step in ms. The same `seed`, `time_limit_s` and `n_workers` (by
     default a thread for each core, four at most) give the same plan on a machine that is fast
     enough to do the work of that time. Raises PlanError where nothing that was found fits.
@@ -61,18 +63,31 @@ def search(
         table=table,
     )
     _check(problem)
+    n_workers = n_workers or usual_workers()
+    orders = schedule_name == search_order.NAME
     run = Search(
         problem,
         seed=seed,
-        time_limit_s=time_limit_s,
-        n_workers=n_workers or usual_workers(),
+        time_limit_s=time_limit_s / 2 if orders else time_limit_s,
+        n_workers=n_workers,
         progress=progress,
     )
     found = tidied(run.judge, run.run())
     plan = _plan(problem, run.judge, found, schedule_name, run.bound_ms)
     if lacking(problem, plan) > 0:
         raise PlanError(_does_not_fit(problem, plan))
-    return plan
+    if not orders:
+        return plan
+    return search_order.in_best_order(
+        chain,
+        plan,
+        network=network,
+        capacity_bytes=capacity_bytes,
+        training_factor=training_factor,
+        seed=seed,
+        time_limit_s=time_limit_s / 2,
+        n_workers=n_workers,
+    )
 
 
 def chain_loops(n_devices: int) -> tuple[int, ...]:

@@ -47,14 +47,15 @@ def compiled(model: nn.Module, **options: object) -> fxpipe.Package:
 
 
 @pytest.mark.parametrize(("checkpoint", "memory"), [("never", "1GiB"), ("auto", "60KiB")])
+@pytest.mark.parametrize("schedule", ["auto", "cpsat"])
 def test_what_the_search_planned_trains_as_the_plain_model_does(
-    tmp_path, checkpoint: str, memory: str
+    tmp_path, schedule: str, checkpoint: str, memory: str
 ) -> None:
     torch.manual_seed(0)
     model = Model()
-    package = compiled(model, schedule="auto", checkpoint=checkpoint, memory=memory)
+    package = compiled(model, schedule=schedule, checkpoint=checkpoint, memory=memory)
     package.write(tmp_path / "out")
-    assert package.manifest.solver == "search"
+    assert package.manifest.solver == {"auto": "search", "cpsat": "cpsat"}[schedule]
     assert package.manifest.gap is not None
     assert max(package.manifest.estimate.peak_bytes) <= int(memory[:-3]) * 1024 ** (
         3 if memory.endswith("GiB") else 1

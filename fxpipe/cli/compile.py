@@ -53,9 +53,9 @@ def compile_command(
         str,
         typer.Option(
             metavar="NAME|FILE.csv",
-            help="auto: searched together with the cuts; or gpipe, 1f1b, zb-h1, zb-h2, zb-v, "
-            "interleaved, bfs, or pfeife as in pfeife:B_l=4,B_f=2; or a table of your own, a "
-            "row for each device.",
+            help="auto: searched together with the cuts; cpsat: half of the time for the order "
+            "alone; or gpipe, 1f1b, zb-h1, zb-h2, zb-v, interleaved, bfs, or pfeife as in "
+            "pfeife:B_l=4,B_f=2; or a table of your own, a row for each device.",
         ),
     ] = "1f1b",
     loops: Annotated[

@@ -36,7 +36,7 @@ def plan_command(
     schedule: Annotated[
         str | None,
         typer.Option(
-            metavar="auto|NAME|FILE.csv",
+            metavar="auto|cpsat|NAME|FILE.csv",
             help="Plan for this one alone [default: the named ones and auto, compared]",
         ),
     ] = None,

@@ -1,0 +1,75 @@
+"""A schedule whose order CP-SAT seeks, for stages that the search found."""
+
+from random import Random
+
+import pytest
+from chains import random_chain
+
+from fxpipe.errors import PlanError
+from fxpipe.ir import Link, Network, Plan
+from fxpipe.passes import search as search_module
+from fxpipe.passes import search_order, search_plan
+from fxpipe.schedule_check import check
+
+NETWORK = Network(Link(0.01, 1e5))
+
+
+@pytest.fixture(autouse=True)
+def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the limit in seconds, a guard that hangs on the machine, is never met."""
+    monkeypatch.setattr(search_module, "_WORK_PER_SECOND", 1000)
+
+
+def planned(
+    seed: int,
+    name: str,
+    room: int = 2**40,
+    recompute: bool = False,
+    time_limit_s: float = 10.0,
+) -> Plan:
+    return search_plan.search(
+        random_chain(Random(seed), 16, n_skips=2),
+        n_devices=2,
+        n_microbatches=4,
+        network=NETWORK,
+        capacity_bytes=(room, room),
+        training_factor=2.0,
+        recompute=recompute,
+        loops=(1, 2),
+        schedule_name=name,
+        time_limit_s=time_limit_s,
+    )
+
+
+@pytest.mark.parametrize(
+    ("seed", "share", "recompute"),
+    [(0, 0.8, False), (1, 0.8, False), (0, 0.45, True), (1, 0.35, True), (2, 0.4, True)],
+)
+def test_it_fits_and_is_no_longer_than_what_the_search_found_in_its_half_of_the_time(
+    seed: int, share: float, recompute: bool
+) -> None:
+    room = round(share * max(planned(seed, "auto").estimate.peak_bytes))
+
+    plan = planned(seed, "cpsat", room, recompute)
+
+    found = planned(seed, "auto", room, recompute, time_limit_s=5.0)
+    check(plan.schedule, plan.stage_to_device, 4)
+    assert (plan.schedule_name, plan.solver) == ("cpsat", "cpsat")
+    assert (plan.cuts, plan.segments) == (found.cuts, found.segments)
+    assert max(plan.estimate.peak_bytes) <= room
+    assert plan.bound_ms is not None
+    assert plan.bound_ms <= plan.estimate.step_ms <= found.estimate.step_ms
+    assert any(plan.segments) == recompute
+
+
+def test_what_no_order_can_beat_is_told_of_its_stages() -> None:
+    plan, found = planned(0, "cpsat"), planned(0, "auto", time_limit_s=5.0)
+    assert plan.bound_ms is not None
+    assert found.bound_ms is not None
+    assert plan.bound_ms > found.bound_ms
+
+
+def test_too_many_actions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_order, "_MOST_ACTIONS", 10)
+    with pytest.raises(PlanError, match=r"48 actions, more than CP-SAT orders \(10\): use the sch"):
+        planned(0, "cpsat", time_limit_s=0.1)
