@@ -255,7 +255,7 @@ def test_settings_that_do_not_exist_are_told_at_once_and_before_the_work():
     assert str(error.value).splitlines() == [
         "microbatches is a whole number, at least 1, not 0",
         "there is no schedule 'fast': use one of gpipe, 1f1b, interleaved, bfs, zb-h1, "
-        "zb-h2, zb-v, pfeife, auto",
+        "zb-h2, zb-v, pfeife, auto, cpsat",
         "there is no checkpoint mode 'some': use one of never, except_last, always, auto",
         "there is no solver 'magic': use one of dp, beam, cpsat",
     ]
