@@ -50,6 +50,9 @@ def search(
     default a thread for each core, four at most) give the same plan on a machine that is fast
     enough to do the work of that time. Raises PlanError where nothing that was found fits.
     """
+    orders = schedule_name == search_order.NAME
+    if orders:
+        loops = search_order.few_enough(loops, n_devices, n_microbatches)
     problem = SearchProblem(
         chain=chain,
         edges=edges_of(chain),
@@ -64,7 +67,6 @@ def search(
     )
     _check(problem)
     n_workers = n_workers or usual_workers()
-    orders = schedule_name == search_order.NAME
     run = Search(
         problem,
         seed=seed,

@@ -69,7 +69,13 @@ def test_what_no_order_can_beat_is_told_of_its_stages() -> None:
     assert plan.bound_ms > found.bound_ms
 
 
-def test_too_many_actions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_order, "_MOST_ACTIONS", 10)
-    with pytest.raises(PlanError, match=r"48 actions, more than CP-SAT orders \(10\): use the sch"):
-        planned(0, "cpsat", time_limit_s=0.1)
+def test_there_are_no_more_actions_than_can_be_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_order, "_MOST_ACTIONS", 24)
+    assert planned(0, "auto").schedule.n_stages > 2
+    assert planned(0, "cpsat").schedule.n_stages == 2
+
+    monkeypatch.setattr(search_order, "_MOST_ACTIONS", 23)
+    with pytest.raises(
+        PlanError, match=r"24 actions at least, more than CP-SAT orders \(23\): use"
+    ):
+        planned(0, "cpsat")
