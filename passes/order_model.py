@@ -203,10 +203,10 @@ class OrderModel:
         """Search first where what can start earliest does; at one time I or B, then F, then W."""
         from ortools.sat.python import cp_model
 
+        first = {Kind.INPUT: 0, Kind.BACKWARD: 0, Kind.FORWARD: 1, Kind.WEIGHT: 2}
+
         def place(action: Action) -> tuple[int, int, int]:
-            first = (Kind.INPUT, Kind.BACKWARD, Kind.FORWARD, Kind.WEIGHT)
-            kind = max(1, first.index(action.kind))
-            return kind, action.microbatch, action.stage
+            return first[action.kind], action.microbatch, action.stage
 
         starts = [self.starts[action] for action in sorted(self.starts, key=place)]
         earliest = cp_model.CHOOSE_LOWEST_MIN, cp_model.SELECT_MIN_VALUE

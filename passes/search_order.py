@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 from fxpipe.errors import PlanError
 from fxpipe.ir import Chain, Network, Plan
@@ -9,7 +10,6 @@ from fxpipe.passes import order_cpsat
 from fxpipe.passes.checkpoints import recompute_table
 from fxpipe.passes.order_problem import OrderProblem
 from fxpipe.passes.partition_costs import evaluate, segmented_costs
-from fxpipe.schedule import Kind
 
 NAME = "cpsat"
 # Of nearly as many, CP-SAT held 0.7 GB and found no better order in half a minute.
@@ -47,6 +47,7 @@ def in_best_order(
 
     Whole backwards stay so, in the bound too; halves that gain nothing are put together.
     """
+    m = plan.schedule.n_microbatches
     stages, messages = segmented_costs(chain, plan.cuts, training_factor, plan.segments)
     problem = OrderProblem(
         stages=stages,
@@ -54,13 +55,8 @@ def in_best_order(
         network=network,
         devices=plan.stage_to_device,
         capacity_bytes=tuple(capacity_bytes),
-        recompute=recompute_table(plan.checkpoint, plan.schedule.n_microbatches),
-        whole=frozenset(
-            (action.stage, action.microbatch)
-            for row in plan.schedule.rows
-            for action in row
-            if action.kind is Kind.BACKWARD
-        ),
+        recompute=recompute_table(plan.checkpoint, m),
+        whole=frozenset(product(range(len(stages)), range(m))) - plan.schedule.split,
     )
     table, bound_ms = order_cpsat.solve(
         problem, hint=plan.schedule, seed=seed, time_limit_s=time_limit_s, n_workers=n_workers

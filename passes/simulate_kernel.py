@@ -157,6 +157,8 @@ def run(  # type: ignore[no-untyped-def]
             if not given and split[j, i]:
                 halves = max(workspace[INPUT, j, again], workspace[WEIGHT, j, again])
                 need = max(need, halves) + arriving[j]
+            else:
+                need = max(need, workspace[BACKWARD, j, again])
             reserve[d] = max(reserve[d], need + comes_back[j, again])
     own_ends = np.cumsum(own_ends)
     held = at_rest.copy()

@@ -229,6 +229,19 @@ def test_where_halves_take_long_cuts_and_order_are_made_for_whole_backwards() ->
     assert plan.estimate.step_ms <= whole[1] * (1 + 1e-9)
 
 
+def test_devices_that_choose_leave_room_for_whole_backwards() -> None:
+    needs = {"forward_workspace_bytes": KIB, "backward_workspace_bytes": 30 * KIB}
+    blocks = [replace(block(f"b{k}", saved=10 * KIB), **needs) for k in range(4)]
+    asked = problem(plain(blocks), 2, 8)
+    one_by_one = order.build("1f1b", 2, 8)
+    candidate = Candidate((0, 2, 4), (0, 1), (0, 0), 0)
+    fits = Judge(asked)(replace(candidate, table=one_by_one), (), 0)
+
+    judge = Judge(replace(asked, capacity_bytes=tuple(fits.ran[7].tolist())))
+
+    assert judge(candidate, (8,), 1).worth[0] == 0
+
+
 def test_a_table_given_is_kept() -> None:
     table = order.gpipe(2, 4)
 
