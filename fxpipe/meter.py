@@ -7,7 +7,6 @@ one ratio for all ops (Pfeife, ICML 2025, does the latter).
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +18,7 @@ from fxpipe.errors import InputError
 from fxpipe.interpret import Compute
 from fxpipe.ir import Capture, OpCost, own_storage
 from fxpipe.memory import storage_of
+from fxpipe.op_backward import arriving_bytes, backward_bytes, backward_ms, tensors, with_gradient
 from fxpipe.runtime.split import written_anyway
 from fxpipe.stopwatch import Clock
 
@@ -138,7 +138,7 @@ class Meter:
     def _measure(
         self, node: fx.Node, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Measured:
-        values = _tensors((args, kwargs))
+        values = tensors((args, kwargs))
         trained = {
             id(value): requires_grad
             for (_, requires_grad), value in zip(_given(node), values, strict=True)
@@ -158,7 +158,7 @@ class Meter:
         packed: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(_into(packed), _same):
             result, forward_bytes = most_bytes(lambda: compute(*given), self._device)
-        leaves, parameters = _tensors(given), self._parameters(node)
+        leaves, parameters = tensors(given), self._parameters(node)
         pairs = list(zip(_given(node), leaves, strict=True))
         weights = [tensor for (used, _), tensor in pairs if self._is_weight(used)]
         inputs = [tensor for (used, _), tensor in pairs if not self._is_weight(used)]
@@ -168,10 +168,10 @@ class Meter:
             forward_ms=forward_ms,
             backward_ms=whole_ms,
             weight_gradient_ms=whole_ms * self._weight_share(result, weights + parameters, inputs),
-            saved=_saved(packed, _tensors(given), _tensors(result), self._parameters(node)),
+            saved=_saved(packed, tensors(given), tensors(result), self._parameters(node)),
             forward_bytes=forward_bytes,
             backward_bytes=backward_bytes(result, leaves + parameters, self._device),
-            arriving_bytes=sum(t.nbytes for t in _made(result)) if in_part else 0,
+            arriving_bytes=arriving_bytes(result, inputs) if in_part else 0,
         )
 
     def _backward_ms(self, result: Any, leaves: Sequence[Tensor]) -> float:
@@ -186,7 +186,9 @@ class Meter:
         """
         if not (_wants(weights) and _wants(inputs)):
             return float(_wants(weights))
-        written = [tensor for made in _made(result) for tensor in written_anyway(made.grad_fn)]
+        written = [
+            tensor for made in with_gradient(result) for tensor in written_anyway(made.grad_fn)
+        ]
         of_weights = self._backward_ms(result, [*weights, *written])
         of_inputs = self._backward_ms(result, inputs)
         return of_weights / (of_weights + of_inputs) if of_weights else 0.0
@@ -196,41 +198,6 @@ class Meter:
             return []
         module = self._capture.modules[str(node.target)]
         return [*module.parameters(), *module.buffers()]
-
-
-def backward_ms(clock: Clock, result: Any, leaves: Sequence[Tensor]) -> float:
-    """Milliseconds from the results' gradients to those of `leaves`."""
-    made, wanted = _made(result), _trained(leaves)
-    if not made or not wanted:
-        return 0.0
-    return clock(partial(_backward, made, wanted), lambda: [torch.ones_like(t) for t in made])
-
-
-def backward_bytes(result: Any, leaves: Sequence[Tensor], device: torch.device) -> int:
-    """Bytes that this takes at its fullest, besides the results' gradients and what is saved."""
-    made, wanted = _made(result), _trained(leaves)
-    if not made or not wanted:
-        return 0
-    gradients = [torch.ones_like(tensor) for tensor in made]
-    return most_bytes(lambda: _backward(made, wanted, gradients), device)[1]
-
-
-def _backward(
-    made: Sequence[Tensor], wanted: Sequence[Tensor], gradients: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(made, wanted, gradients, retain_graph=True, allow_unused=True)
-
-
-def _trained(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor.requires_grad]
-
-
-def _made(result: Any) -> list[Tensor]:
-    """The results that a gradient goes through.
-
-    A view of a parameter that was taken under `no_grad` says that it requires one, and has no way.
-    """
-    return [tensor for tensor in _tensors(result) if tensor.grad_fn is not None]
 
 
 def _wants(tensors: Sequence[Tensor]) -> bool:
@@ -247,12 +214,8 @@ def _given(node: fx.Node) -> list[tuple[fx.Node, bool]]:
         (leaf, fake.requires_grad)
         for leaf in tree_leaves((node.args, node.kwargs))
         if isinstance(leaf, fx.Node)
-        for fake in _tensors(leaf.meta.get("val"))
+        for fake in tensors(leaf.meta.get("val"))
     ]
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _signature(node: fx.Node, capture: Capture, values: Any) -> str:

@@ -17,7 +17,8 @@ from fxpipe.criterion import Criterion
 from fxpipe.interpret import DTYPE, TRAINING, run_graph, untouched
 from fxpipe.ir import Capture, LossCost, OpCost, Profile
 from fxpipe.links import measure_network
-from fxpipe.meter import Meter, backward_ms, first_microbatch
+from fxpipe.meter import Meter, first_microbatch
+from fxpipe.op_backward import backward_ms
 from fxpipe.overhead import action_ms
 from fxpipe.runtime.stream import (
     Device,

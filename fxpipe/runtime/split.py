@@ -87,6 +87,12 @@ class SplitBackward:
         found = torch.autograd.grad(edges, inputs, gradients, retain_graph=True, allow_unused=True)
         return list(found)
 
+    @property
+    def waiting(self) -> list[Tensor]:
+        """The gradients that are kept for the second half."""
+        edges = [*self._roots, *(edge for fork in self._forks for edge in fork.edges())]
+        return [gradient for _, gradient in edges]
+
     def weight_gradients(self) -> None:
         """Add the gradients of the weights to their `.grad`; then the graph is let go."""
         for fork in self._forks:

@@ -68,6 +68,23 @@ def test_the_part_of_a_backward_that_is_for_weights():
     assert costs["exp"].weight_gradient_ms == costs["exp"].backward_ms
 
 
+def test_gradients_wait_for_the_second_half_before_each_layer_of_an_op():
+    class Attends(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(16, 16)
+            self.attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, x):
+            hidden = self.first(x)
+            return self.attention(hidden, hidden, hidden, need_weights=False)[0]
+
+    _, found = measured(Attends(), torch.randn(4, 32, 16))
+    result_bytes = 2 * 32 * 16 * 4
+    # The output's layer has the gradient of the result, the input's that of three as large.
+    assert sum(cost.arriving_bytes for cost in found.costs.values()) == 4 * result_bytes
+
+
 def test_ops_add_up_to_the_whole():
     costs = {name: OpCost(2.0, 3.0) for name in "abc"}
     scaled = _scaled(costs, Whole(forward_ms=60.0, backward_ms=6.0, halves_ms=7.5, loss_ms=0.5))

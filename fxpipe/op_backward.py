@@ -1,0 +1,67 @@
+"""What the backward of one op takes: time, memory, and gradients that wait for its second half."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+from fxpipe.counted import most_bytes
+from fxpipe.memory import storage_of
+from fxpipe.runtime.split import SplitBackward
+from fxpipe.stopwatch import Clock
+
+
+def backward_ms(clock: Clock, result: Any, leaves: Sequence[Tensor]) -> float:
+    """Milliseconds from the results' gradients to those of `leaves`."""
+    made, wanted = with_gradient(result), _trained(leaves)
+    if not made or not wanted:
+        return 0.0
+    return clock(partial(_backward, made, wanted), lambda: [torch.ones_like(t) for t in made])
+
+
+def backward_bytes(result: Any, leaves: Sequence[Tensor], device: torch.device) -> int:
+    """Bytes that this takes at its fullest, besides the results' gradients and what is saved."""
+    made, wanted = with_gradient(result), _trained(leaves)
+    if not made or not wanted:
+        return 0
+    gradients = [torch.ones_like(tensor) for tensor in made]
+    return most_bytes(lambda: _backward(made, wanted, gradients), device)[1]
+
+
+def arriving_bytes(result: Any, inputs: Sequence[Tensor]) -> int:
+    """Bytes of gradients that wait for the second half of a backward, layer by layer.
+
+    An op may have several layers within: an attention module has two.
+    """
+    made = with_gradient(result)
+    split = SplitBackward([get_gradient_edge(t) for t in made], [torch.ones_like(t) for t in made])
+    split.input_gradients([get_gradient_edge(tensor) for tensor in _trained(inputs)])
+    sizes = {storage_of(t): t.untyped_storage().nbytes() for t in split.waiting}
+    return sum(sizes.values())
+
+
+def with_gradient(result: Any) -> list[Tensor]:
+    """The results that a gradient goes through.
+
+    A view of a parameter that was taken under `no_grad` says that it requires one, and has no way.
+    """
+    return [tensor for tensor in tensors(result) if tensor.grad_fn is not None]
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The tensors within."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _backward(
+    made: Sequence[Tensor], wanted: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(made, wanted, gradients, retain_graph=True, allow_unused=True)
+
+
+def _trained(leaves: Sequence[Tensor]) -> list[Tensor]:
+    return [leaf for leaf in leaves if leaf.requires_grad]
