@@ -17,6 +17,7 @@ from fxpipe.ir import Capture
 from fxpipe.regions import REGION
 from fxpipe.runtime.manifest import Mode, TensorSpec
 from fxpipe.specs import sizes_in, where_told
+from fxpipe.variables import GIVEN_UP
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,9 @@ def _scope(
     formal = {column: graph.placeholder(name) for column, name in inputs.items()}
     for node, name in zip(formal.values(), inputs.values(), strict=True):
         node.name = f"${name}"  # unlike any value's
+    for column, node in formal.items():
+        if not isinstance(column[0], tuple):
+            node.meta[GIVEN_UP] = column[0].meta.get(GIVEN_UP)
     waiting = iter(columns)
 
     def fill(slot: Slot) -> Any:

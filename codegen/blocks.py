@@ -38,6 +38,7 @@ from fxpipe.interpret import MODE
 from fxpipe.ir import Capture, Wiring
 from fxpipe.regions import REGION
 from fxpipe.source import calling_line
+from fxpipe.variables import GIVEN_UP
 
 _MOST_SETTINGS = 8
 _RESERVED = {*keyword.kwlist, "Tensor", "OrderedDict", "F", "nn", "torch"}
@@ -223,7 +224,7 @@ class _Rolling:
 
     def _replace(self, result: fx.Node, node: fx.Node) -> None:
         """Let `node` stand for `result`, under its name."""
-        node.meta["val"] = result.meta.get("val")
+        node.meta |= {key: result.meta.get(key) for key in ("val", GIVEN_UP)}
         source = node if node.op == "call_module" else node.args[0]
         result.replace_all_uses_with(node, lambda user: user is not source)
         node.name = result.name

@@ -15,6 +15,7 @@ from itertools import groupby
 import torch
 from torch import fx, nn
 
+from fxpipe.codegen.calls import home
 from fxpipe.codegen.comments import WIDTH, Comments, Line
 from fxpipe.codegen.growing import new_list
 from fxpipe.codegen.lines import Writer, called, is_statement
@@ -42,9 +43,13 @@ class Body:
     _region: Region = PLAIN
     _mode: bool | None = None
     _folded: dict[fx.Node, str] = field(default_factory=dict)
-    _written: set[fx.Node] = field(default_factory=set)
-    _outlived: list[str] = field(default_factory=list)
+    _assigned: set[fx.Node] = field(default_factory=set)
+    _outlived: Mapping[fx.Node, Sequence[fx.Node]] = field(init=False)
+    _done: list[str] = field(default_factory=list)
     _short: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._outlived = outlived(self.scope, self.names)
 
     def lines(self) -> Iterator[Line]:
         """All lines but the final return."""
@@ -88,9 +93,13 @@ class Body:
             elif after is not None and self._folds(node, after, uses, writer):
                 self._folded[node] = writer.expression(node)
                 self._outlive(node)
+                continue
             else:
                 yield from self._write(node, writer, wanted=uses[node.name] > 0)
-                self._outlive(node)
+            made = [node, *(item for item in items if item is not None)]
+            self._assigned.update(value for value in made if uses[value.name] > 0)
+            self._outlive(*made)
+            if node is not self.scope.nodes[-1]:
                 yield from self._delete()
 
     def _enter(self, region: Region) -> Iterator[Line]:
@@ -166,21 +175,20 @@ class Body:
 
     def _write(self, node: fx.Node, writer: Writer, wanted: bool) -> Iterator[Line]:
         statement = writer.statement(node, self.names[node.name], wanted)
-        self._written.add(node)
         *before, last = _unparenthesized(statement).splitlines()
         yield from (Line(self._indent + line) for line in before)
         spec = self.scope.specs.get(node.name)
         yield Line(self._indent + last, "" if spec is None else str(spec))
 
-    def _outlive(self, node: fx.Node) -> None:
-        """Note what a line has bound, nobody reads behind `node`, and no later line binds anew."""
-        found = outlived(node, self.scope.nodes, self.names, self.scope.outputs)
-        self._outlived += [self.names[value.name] for value in found if value in self._written]
+    def _outlive(self, *nodes: fx.Node) -> None:
+        """Note the variables that nothing needs behind `nodes`."""
+        values = (value for node in nodes for value in self._outlived.get(node, ()))
+        self._done += [self.names[value.name] for value in values if value in self._assigned]
 
     def _delete(self) -> Iterator[Line]:
-        if self._outlived:
-            yield Line(f"{self._indent}del {', '.join(self._outlived)}")
-            self._outlived = []
+        if self._done:
+            yield Line(f"{self._indent}del {', '.join(self._done)}")
+            self._done = []
 
     def _unpack(self, node: fx.Node, items: Sequence[fx.Node | None], writer: Writer) -> Line:
         variables = ", ".join(self.names[item.name] if item else "_" for item in items)
@@ -293,14 +301,6 @@ def _items(node: fx.Node, following: Sequence[fx.Node]) -> list[fx.Node | None]:
 def _unparenthesized(code: str) -> str:
     """The same code with no more parentheses than it needs."""
     return ast.unparse(ast.parse(code))
-
-
-def home(node: fx.Node) -> str:
-    """The path of the module whose forward has the line of `node`."""
-    stack: Sequence[tuple[str, str]] = node.meta.get("stack", ())
-    if node.op == "call_module":
-        stack = stack[:-1]
-    return stack[-1][0] if stack else ""
 
 
 def names_device(node: fx.Node) -> bool:

@@ -114,6 +114,12 @@ def op_counts(ops: Iterable[fx.Node]) -> dict[str, int]:
     return counts
 
 
+def home(node: fx.Node) -> str:
+    """The path of the module whose forward has the line of `node`."""
+    stack = _stack(node)
+    return stack[-1][0] if stack else ""
+
+
 def _stack(node: fx.Node) -> tuple[tuple[str, str], ...]:
     """The calls that an op is within; that of a stock module is the op itself."""
     stack: tuple[tuple[str, str], ...] = node.meta.get("stack", ())

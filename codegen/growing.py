@@ -4,8 +4,11 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
+
+from fxpipe.variables import GIVEN_UP
 
 _FEWEST = 3  # lists that must be one and the same, grown, before it is worth a variable
 
@@ -33,13 +36,15 @@ def grow_lists(nodes: Sequence[fx.Node]) -> list[fx.Node]:
         with first.graph.inserting_before(first):
             made = first.graph.call_function(new_list, (begun,))
         made.name = first.graph._graph_namespace.create_name(_name(chain), None)
-        made.meta = {key: value for key, value in first.meta.items() if key != "val"}
+        made.meta = _without_value(first)
         made.meta["stack"] = _stack(first)
         grown.insert(grown.index(first), made)
         for node, k in chain.reads:
             node.update_arg(k, made)
         for value in chain.values[len(begun) :]:
             _append(made, value, grown)
+        for value in chain.values:
+            value.meta.pop(GIVEN_UP, None)  # the list holds it
     return grown
 
 
@@ -80,9 +85,14 @@ def _append(made: fx.Node, value: fx.Node, grown: list[fx.Node]) -> None:
             at += 1
     with made.graph.inserting_after(grown[at]):
         node = made.graph.call_method("append", (made, value))
-    node.meta = {key: meta for key, meta in value.meta.items() if key != "val"}
+    node.meta = _without_value(value)
     node.meta["stack"] = _stack(value)
     grown.insert(at + 1, node)
+
+
+def _without_value(node: fx.Node) -> dict[str, Any]:
+    """What is known of an op besides what it computes."""
+    return {key: known for key, known in node.meta.items() if key not in ("val", GIVEN_UP)}
 
 
 def _unpacks(node: fx.Node, source: object) -> bool:

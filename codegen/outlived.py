@@ -1,46 +1,78 @@
-"""Variables that are deleted: the parts of what was joined, if nothing keeps them any more.
+"""Variables that are deleted, so that memory is given back where the user's code gives it back.
 
 A method's variables hold their values until it returns. Mostly the next line of the user's binds
-the name anew, or a backward keeps the value anyway. The parts of a `torch.cat` are another case:
-they are as large as the result, and no backward of its own keeps them.
+the name anew, or a backward keeps the value anyway. Two cases are others:
+
+- The parts of a `torch.cat` are as large as the result, and no backward of its own keeps them.
+- A module's forward has returned, but its lines are not a method of their own, as where a cut
+  divides it: its variables would live on with those of the class around it.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import fx
 
+from fxpipe.codegen.calls import home
+from fxpipe.codegen.scope import Scope
 from fxpipe.interpret import MODE
 from fxpipe.ir import Capture, Profile
-from fxpipe.regions import REGION
-from fxpipe.variables import JOINS
+from fxpipe.variables import GIVEN_UP, JOINS, frames
 
-# The key of a node's meta that says that its result is memory of its own, which no backward keeps.
-GIVEN_UP = "given up"
+
+# What is smaller than this part of the largest value is left, for fewer lines.
+_LEAST = 0.01
 
 
 def mark(capture: Capture, profile: Profile) -> None:
-    """Say of each op in its node's meta whether its result is given up."""
+    """Name in the meta of each op the storage of its result, if no backward keeps it."""
     kept = {storage for cost in profile.costs.values() for storage, _ in cost.saved}
+    sizes = {**capture.sizes, "batch": capture.batch}
+    known = {name: spec for name, spec in capture.specs.items() if name in capture.ops}
+    n_bytes = {name: spec.bytes(sizes) for name, spec in known.items()}
+    largest = max(n_bytes.values(), default=0)
     for node in capture.graph.nodes:
-        op, spec = capture.ops.get(node.name), capture.specs.get(node.name)
-        own = op is not None and op.storage == node.name and node.name not in kept
-        node.meta[GIVEN_UP] = own and spec is not None and 0 not in spec.shape
+        if n_bytes.get(node.name, 0) > _LEAST * largest:
+            storage = capture.ops[node.name].storage
+            node.meta[GIVEN_UP] = None if storage in kept else storage
 
 
-def outlived(
-    node: fx.Node, nodes: Sequence[fx.Node], names: Mapping[str, str], outputs: Collection[str]
-) -> list[fx.Node]:
-    """The values that `node` joins whose variables would hold them through the rest of `nodes`."""
-    if node.target not in JOINS or node is nodes[-1]:
-        return []
-    after = nodes[nodes.index(node) + 1 :]
-    read = {*outputs, *(value.name for later in after for value in later.all_input_nodes)}
-    bound = {names.get(later.name) for later in (node, *after)}
-    return [
-        value
-        for value in node.all_input_nodes
-        if value.meta.get(GIVEN_UP)
-        and value.name not in read
-        and names[value.name] not in bound
-        and all(value.meta.get(key) == node.meta.get(key) for key in (MODE, REGION))
-    ]
+def outlived(scope: Scope, names: Mapping[str, str]) -> dict[fx.Node, list[fx.Node]]:
+    """By op: the values whose variables would hold memory behind it for nobody.
+
+    No value of the same memory is read any more, and no other line binds the variable anew.
+    """
+    place = {node: k for k, node in enumerate(scope.nodes)}
+    over, others = _over(scope, place), _others(scope)
+    bound = {names[node.name]: k for node, k in place.items() if node.name in names}
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for value in scope.nodes:
+        storage = value.meta.get(GIVEN_UP)
+        if storage is None or storage in others or value.name not in names:
+            continue
+        last = scope.nodes[over[storage]]
+        holds = bound[names[value.name]] == place[value]
+        if holds and last is not scope.nodes[-1] and value.meta.get(MODE) == last.meta.get(MODE):
+            found.setdefault(last, []).append(value)
+    return found
+
+
+def _over(scope: Scope, place: Mapping[fx.Node, int]) -> dict[str, int]:
+    """By storage: where it is read last, or the forward ends that has a variable for it."""
+    calls, ends = frames([home(node) for node in scope.nodes])
+    over: dict[str, int] = {}
+    for value, k in place.items():
+        readers = [user for user in value.users if user in place]
+        last = max((place[user] for user in readers), default=k)
+        is_joined = any(user.target in JOINS and place[user] == last for user in readers)
+        until = last if is_joined else max(last, ends[calls[k]])
+        storage = value.meta.get(GIVEN_UP)
+        if storage is not None:
+            over[storage] = max(until, over.get(storage, until))
+    return over
+
+
+def _others(scope: Scope) -> set[object]:
+    """The storages that others hold: who gave them to the method, and who takes its results."""
+    crossing = {*scope.inputs, *scope.outputs}
+    values = {used for node in scope.nodes for used in (node, *node.all_input_nodes)}
+    return {value.meta.get(GIVEN_UP) for value in values if value.name in crossing}

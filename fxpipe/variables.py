@@ -1,7 +1,8 @@
 """How long the variables of the user's lines hold what is assigned to them.
 
 A variable of a function is there until the function ends, or until a later line assigns to it
-anew; a stage's code is the user's, so its variables are too.
+anew; a stage's code is the user's, so its variables are too. Where it is not, a stage deletes them
+(codegen/outlived.py).
 """
 
 import re
@@ -15,12 +16,14 @@ from torch import fx
 from fxpipe.interpret import NAMED
 from fxpipe.ir import Capture
 
-# Behind the line of one of these, a stage deletes what was joined, if it is read no more
-# (codegen/outlived.py).
+# Behind the line of one of these, a stage deletes what was joined, if it is read no more.
 JOINS = {
     *(torch.cat, torch.concat, torch.concatenate, torch.stack),
     *(torch.hstack, torch.vstack, torch.dstack),
 }
+
+# The key of a node's meta with the storage of its result, if no backward keeps that.
+GIVEN_UP = "given up"
 
 
 def held_until(capture: Capture, order: Sequence[str]) -> dict[str, int]:
@@ -32,9 +35,9 @@ def held_until(capture: Capture, order: Sequence[str]) -> dict[str, int]:
     """
     nodes = {node.name: node for node in capture.graph.nodes}
     place = {name: k for k, name in enumerate(order)}
-    frames, ends = _frames([_home(capture, nodes[name]) for name in order])
+    calls, ends = frames([_home(capture, nodes[name]) for name in order])
     assigned: dict[tuple[int, str], list[int]] = defaultdict(list)
-    for name, frame in zip(order, frames, strict=True):
+    for name, frame in zip(order, calls, strict=True):
         if nodes[name].meta.get(NAMED) == "variable":
             assigned[frame, base(name)].append(place[name])
     held: dict[str, int] = {}
@@ -42,9 +45,9 @@ def held_until(capture: Capture, order: Sequence[str]) -> dict[str, int]:
         readers = [user for user in nodes[name].users if user.name in place]
         last = max((place[user.name] for user in readers), default=place[name])
         if any(user.target in JOINS and place[user.name] == last for user in readers):
-            held[name] = _read_until(nodes, order, frames, last)
+            held[name] = _read_until(nodes, order, calls, last)
         elif nodes[name].meta.get(NAMED) == "variable":
-            frame = frames[place[name]]
+            frame = calls[place[name]]
             places = assigned[frame, base(name)]
             anew = bisect_left(places, max(last, place[name] + 1))
             held[name] = places[anew] if anew < len(places) else ends[frame]
@@ -62,9 +65,9 @@ def _home(capture: Capture, node: fx.Node) -> str:
     return module.rpartition(".")[0] if node.op == "call_module" else module
 
 
-def _frames(homes: Sequence[str]) -> tuple[list[int], list[int]]:
+def frames(homes: Sequence[str]) -> tuple[list[int], list[int]]:
     """For each place the call of a module whose line it is, and for each call its last place."""
-    frames: list[int] = []
+    calls: list[int] = []
     ends: list[int] = []
     running: list[tuple[str, int]] = []
     for k, home in enumerate(homes):
@@ -75,12 +78,12 @@ def _frames(homes: Sequence[str]) -> tuple[list[int], list[int]]:
             ends.append(k)
         for _, call in running:
             ends[call] = k
-        frames.append(running[-1][1])
-    return frames, ends
+        calls.append(running[-1][1])
+    return calls, ends
 
 
 def _read_until(
-    nodes: Mapping[str, fx.Node], order: Sequence[str], frames: Sequence[int], k: int
+    nodes: Mapping[str, fx.Node], order: Sequence[str], calls: Sequence[int], k: int
 ) -> int:
     """The last place of the op or the call that reads what place `k` makes, if on the same line."""
     line = nodes[order[k]].meta.get("frames", ())
@@ -90,7 +93,7 @@ def _read_until(
         return bool(line) and there[: len(line)] == line
 
     end = k
-    while on_line(end + 1) and frames[end + 1] != frames[k]:
+    while on_line(end + 1) and calls[end + 1] != calls[k]:
         end += 1
     return k + 1 if end == k and on_line(k + 1) else end
 

@@ -1,6 +1,5 @@
 """Body: a forward reads as the user wrote it."""
 
-import re
 import textwrap
 
 import pytest
@@ -308,49 +307,6 @@ def test_what_every_call_of_a_loop_is_given_keeps_its_variable(tmp_path):
     verified(Decoder, lambda rows: {"x": torch.randn(rows, 6)}, tmp_path, devices="cpu*1")
 
 
-class Joins(nn.Module):
-    """Two branches, joined; `tail` goes on with what was joined, and with the first of them."""
-
-    def __init__(self, branch, tail) -> None:
-        super().__init__()
-        self.scale = nn.Linear(6, 6)
-        self.branch, self.tail = branch, tail
-
-    def forward(self, x):
-        x = self.scale(x)
-        a = self.branch(x)
-        b = self.branch(x + 2)
-        return self.tail(torch.cat((a, b), dim=1), a)
-
-
-def deleted(branch, tail, folder):
-    """What the stage deletes; it computes what the model does."""
-    model, x = Joins(branch, tail).double(), torch.randn(4, 6).double()
-    package = fxpipe.compile(model, (x,), devices="cpu*1", microbatches=2, profile="analytic:cpu")
-    pipe = fxpipe.load(package.write(folder / "out", weights=True))
-    pipe.step(x, loss_fn=lambda output, _: output.square().mean())
-    model(x).square().mean().backward()
-    torch.testing.assert_close(pipe.scale.weight.grad, model.scale.weight.grad)
-    return re.findall(r"del (.*)", package.files["stage_0.py"])
-
-
-def flipped(x):
-    return x.flip(1)
-
-
-def test_what_was_joined_is_deleted_if_nothing_keeps_it(tmp_path):
-    assert deleted(flipped, lambda joined, _: joined.sin() + 1, tmp_path) == ["a, b"]
-
-
-def test_what_is_empty_is_not_deleted(tmp_path):
-    def tail(joined, _):
-        nothing = joined.new_zeros(joined.size(0), 0)
-        joined = torch.cat((nothing, joined), dim=1)
-        return joined.sin() + 1
-
-    assert deleted(flipped, tail, tmp_path) == ["a, b", "cat"]
-
-
 def test_the_beginning_of_an_expression_has_the_variable_of_its_line(tmp_path):
     """So its memory is given back when the model gives it back."""
 
@@ -375,39 +331,3 @@ def test_the_beginning_of_an_expression_has_the_variable_of_its_line(tmp_path):
     assert "scores = scores + own_bias" in lines
     # The second line reads the query again, which has to stay.
     assert "query = product + own_bias * query" in lines
-
-
-@pytest.mark.parametrize(
-    ("branch", "tail"),
-    [
-        pytest.param(torch.tanh, lambda joined, _: joined.sin() + 1, id="a backward keeps both"),
-        pytest.param(lambda x: x[:, 1:], lambda joined, _: joined.sin() + 1, id="others' memory"),
-        pytest.param(flipped, lambda joined, _: joined, id="the method is at its end"),
-    ],
-)
-def test_what_holds_no_memory_by_itself_is_left(tmp_path, branch, tail):
-    assert deleted(branch, tail, tmp_path) == []
-
-
-def test_what_is_read_behind_the_join_is_left(tmp_path):
-    assert deleted(flipped, lambda joined, a: joined[:, :6].sin() + a, tmp_path) == ["b"]
-
-
-def test_an_expression_has_no_variable_to_delete(tmp_path):
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Linear(6, 6)
-
-        def forward(self, x):
-            x = self.scale(x)
-            if self.training:
-                flip = x.flip(1)
-                x = flip.sin() + flip
-            return torch.cat((x.flip(1), x), dim=1).sin() + 1
-
-    model, x = Twice().double(), torch.randn(4, 6).double()
-    package = fxpipe.compile(model, (x,), devices="cpu*1", microbatches=2, profile="analytic:cpu")
-    pipe = fxpipe.load(package.write(tmp_path / "out", weights=True)).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(pipe(x), model.eval()(x))

@@ -1,0 +1,186 @@
+"""Variables that hold memory for nobody are deleted; what a stage computes stays the same."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+
+
+class Joins(nn.Module):
+    """Two branches, joined; `tail` goes on with what was joined, and with the first of them."""
+
+    def __init__(self, branch, tail) -> None:
+        super().__init__()
+        self.scale = nn.Linear(6, 6)
+        self.branch, self.tail = branch, tail
+
+    def forward(self, x):
+        x = self.scale(x)
+        a = self.branch(x)
+        b = self.branch(x + 2)
+        return self.tail(torch.cat((a, b), dim=1), a)
+
+
+def deleted(model, folder):
+    """What the stage deletes; it computes what the model does."""
+    model, x = model.double(), torch.randn(4, 6).double()
+    package = fxpipe.compile(model, (x,), devices="cpu*1", microbatches=2, profile="analytic:cpu")
+    pipe = fxpipe.load(package.write(folder / "out", weights=True))
+    pipe.step(x, loss_fn=lambda output, _: output.square().mean())
+    model(x).square().mean().backward()
+    torch.testing.assert_close(pipe.scale.weight.grad, model.scale.weight.grad)
+    return re.findall(r"del (.*)", package.files["stage_0.py"])
+
+
+def flipped(x):
+    return x.flip(1)
+
+
+def test_what_was_joined_is_deleted_if_nothing_keeps_it(tmp_path):
+    assert deleted(Joins(flipped, lambda joined, _: joined.sin() + 1), tmp_path) == ["a, b"]
+
+
+def test_what_is_empty_is_not_deleted(tmp_path):
+    def tail(joined, _):
+        nothing = joined.new_zeros(joined.size(0), 0)
+        joined = torch.cat((nothing, joined), dim=1)
+        return joined.sin() + 1
+
+    assert deleted(Joins(flipped, tail), tmp_path) == ["a, b", "cat"]
+
+
+@pytest.mark.parametrize(
+    ("branch", "tail"),
+    [
+        pytest.param(torch.tanh, lambda joined, _: joined.sin() + 1, id="a backward keeps both"),
+        pytest.param(lambda x: x[:, 1:], lambda joined, _: joined.sin() + 1, id="others' memory"),
+        pytest.param(flipped, lambda joined, _: joined, id="the method is at its end"),
+    ],
+)
+def test_what_holds_no_memory_by_itself_is_left(tmp_path, branch, tail):
+    assert deleted(Joins(branch, tail), tmp_path) == []
+
+
+def test_what_is_read_behind_the_join_is_left(tmp_path):
+    assert deleted(Joins(flipped, lambda joined, a: joined[:, :6].sin() + a), tmp_path) == ["b"]
+
+
+def test_an_expression_has_no_variable_to_delete(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Linear(6, 6)
+
+        def forward(self, x):
+            x = self.scale(x)
+            if self.training:
+                flip = x.flip(1)
+                x = flip.sin() + flip
+            return torch.cat((x.flip(1), x), dim=1).sin() + 1
+
+    model, x = Twice().double(), torch.randn(4, 6).double()
+    package = fxpipe.compile(model, (x,), devices="cpu*1", microbatches=2, profile="analytic:cpu")
+    pipe = fxpipe.load(package.write(tmp_path / "out", weights=True)).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(pipe(x), model.eval()(x))
+
+
+class Calls(nn.Module):
+    """A module called once, so that its lines stand among those around it."""
+
+    def __init__(self, inner, tail):
+        super().__init__()
+        self.scale, self.inner, self.tail = nn.Linear(6, 6), Returning(inner), tail
+
+    def forward(self, x):
+        x = self.scale(x).exp()
+        x = self.inner(x)
+        return self.tail(x)
+
+
+class Returning(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def sum_of_two(x):
+    """No backward keeps `half`, which is read no more once `both` is there."""
+    half = x * 0.5
+    both = half + half.flip(1)
+    return both.sin()
+
+
+def longer(x):
+    x = x.cos() * 2
+    return x.sin() + 1
+
+
+def test_a_variable_of_a_forward_that_returned_is_deleted(tmp_path):
+    assert deleted(Calls(sum_of_two, longer), tmp_path) == ["half"]
+
+
+def half_and_whole(x):
+    half = x * 0.5
+    return half, half.flip(1) + half
+
+
+def less_half(both):
+    half, x = both
+    x = x.flip(1) - half
+    return x.sin() + 1
+
+
+def half_turned(x):
+    half = x * 0.5
+    return half.t()
+
+
+def flipped_back(x):
+    x = x.flip(1)
+    return x.t().sin() + 1
+
+
+def test_what_is_small_is_left(tmp_path):
+    def shifted(x):
+        column = x[:, :1] * 2
+        x = x.repeat(1, 100) + column
+        return x.sin()
+
+    assert deleted(Calls(shifted, longer), tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("inner", "tail", "last"),
+    [
+        pytest.param(half_and_whole, less_half, "x.flip(1) - half", id="the value"),
+        pytest.param(half_turned, flipped_back, "x.flip(1)", id="a view of it"),
+    ],
+)
+def test_what_is_read_behind_a_return_stays_until_then(tmp_path, inner, tail, last):
+    assert deleted(Calls(inner, tail), tmp_path) == ["half"]
+    text = (tmp_path / "out" / "stage_0.py").read_text()
+    assert text.index(last) < text.index("del half")
+
+
+def anew(x):
+    half = x * 0.5
+    x = half + half.flip(1)
+    return x.sin() + 1
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        pytest.param(lambda x: x, id="the method is at its end"),
+        pytest.param(anew, id="a later line binds the name anew"),
+    ],
+)
+def test_a_variable_that_ends_anyway_is_left(tmp_path, tail):
+    assert deleted(Calls(sum_of_two, tail), tmp_path) == []
