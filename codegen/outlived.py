@@ -18,7 +18,6 @@ from fxpipe.interpret import MODE
 from fxpipe.ir import Capture, Profile
 from fxpipe.variables import GIVEN_UP, JOINS, frames
 
-
 # What is smaller than this part of the largest value is left, for fewer lines.
 _LEAST = 0.01
 
