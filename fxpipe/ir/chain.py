@@ -1,0 +1,71 @@
+"""The model in blocks that no cut divides."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that one block computes and later blocks read. `gradient`: one flows back."""
+
+    name: str
+    bytes: int
+    producer: int
+    consumers: tuple[int, ...]
+    gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Ops that must stay on one device, in order, with their cost.
+
+    `saved` and `parameters` name storages, so that what two blocks share is counted once a stage.
+    `weight_gradient_ms` is what of `backward_ms` is for weights alone. While the block runs,
+    `forward_workspace_bytes`, then `backward_workspace_bytes`, are there on top of what blocks up
+    to it save. A backward in two halves takes `halving_ms` longer, `arriving_bytes` of gradients
+    wait for the second half, and on top of what all blocks save there are `input_workspace_bytes`,
+    then `weight_workspace_bytes`. To be computed again, a forward keeps copies of the buffers it
+    writes, `written_bytes`. Of the forward's workspace are the values `waiting`, of earlier blocks,
+    and of the backward's and its first half's the gradients of the values `returning`.
+    """
+
+    ops: tuple[str, ...]
+    forward_ms: float
+    backward_ms: float
+    saved: tuple[tuple[str, int], ...] = ()
+    parameters: tuple[tuple[str, int], ...] = ()
+    buffers: tuple[tuple[str, int], ...] = ()
+    forward_workspace_bytes: int = 0
+    backward_workspace_bytes: int = 0
+    weight_gradient_ms: float = 0.0
+    arriving_bytes: int = 0
+    halving_ms: float = 0.0
+    written_bytes: int = 0
+    input_workspace_bytes: int = 0
+    weight_workspace_bytes: int = 0
+    waiting: frozenset[str] = frozenset()
+    returning: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Blocks in execution order; a stage is a run of them.
+
+    `cuttable[k]` says whether a stage may end after block k (the last block always may). Values
+    are those read by another block than their producer's, or, as block `len(blocks)`, by the
+    caller; model inputs (producer -1) go straight from the caller to each stage that reads them.
+    `divides[k]` is the number of the model's modules that a cut after block k would divide; a bare
+    chain has none. An action of a stage takes `action_ms` besides its blocks.
+    """
+
+    blocks: tuple[Block, ...]
+    values: tuple[Value, ...]
+    cuttable: tuple[bool, ...]
+    divides: tuple[int, ...] = ()
+    action_ms: float = 0.0
+
+    def crossing(self, k: int) -> tuple[Value, ...]:
+        """The values that a cut after block k sends on."""
+        blocks = range(k + 1, len(self.blocks))
+        return tuple(
+            v for v in self.values if 0 <= v.producer <= k and any(c in blocks for c in v.consumers)
+        )
