@@ -9,7 +9,7 @@ from fxpipe.chain_file import ChainFile
 from fxpipe.jit import compiled
 from fxpipe.passes import search_cut_kernel, simulate_kernel
 from fxpipe.passes.search_chain import chain_arrays, links_of
-from fxpipe.passes.simulate import rows_of
+from fxpipe.passes.simulate_numbers import rows_of
 from fxpipe.schedule import Schedule
 
 Cuts = tuple[int, ...]

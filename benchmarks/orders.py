@@ -18,7 +18,8 @@ from fxpipe.ir import Link, Network
 from fxpipe.passes import order
 from fxpipe.passes.order_cpsat import solve
 from fxpipe.passes.order_problem import OrderProblem
-from fxpipe.passes.simulate import StageCost, simulate
+from fxpipe.passes.simulate import simulate
+from fxpipe.passes.simulate_costs import StageCost
 from fxpipe.schedule import Schedule
 
 SIZES = [(4, 8), (8, 16), (8, 32)]

@@ -10,7 +10,8 @@ import time
 
 from fxpipe.ir import Link, Network
 from fxpipe.passes import order
-from fxpipe.passes.simulate import Message, StageCost, simulate
+from fxpipe.passes.simulate import simulate
+from fxpipe.passes.simulate_costs import Message, StageCost
 
 
 def step(name: str, p: int, m: int, loops: int) -> dict[str, float]:

@@ -4,15 +4,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fxpipe.ir import Network
-from fxpipe.passes.simulate import (
-    KINDS,
-    Message,
-    Numbers,
-    Simulation,
-    StageCost,
-    numbers,
-    simulate,
-)
+from fxpipe.passes.simulate import Simulation, simulate
+from fxpipe.passes.simulate_costs import Message, StageCost
+from fxpipe.passes.simulate_numbers import KINDS, Numbers, numbers
 from fxpipe.schedule import Action, Kind, Schedule
 
 _HALVES = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)

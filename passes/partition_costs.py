@@ -7,7 +7,8 @@ from itertools import pairwise
 from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, StageEstimate
 from fxpipe.passes import checkpoints
 from fxpipe.passes.partition_stages import stage_costs, with_segments
-from fxpipe.passes.simulate import Message, StageCost, simulate
+from fxpipe.passes.simulate import simulate
+from fxpipe.passes.simulate_costs import Message, StageCost
 from fxpipe.schedule import Kind, Schedule
 
 Cuts = tuple[int, ...]

@@ -8,7 +8,7 @@ from math import ceil
 
 from fxpipe.ir import Block, Chain, Value
 from fxpipe.passes import checkpoints
-from fxpipe.passes.simulate import Message, StageCost
+from fxpipe.passes.simulate_costs import Message, StageCost
 
 # Of what a stage holds at rest and saves: what an allocator rounds up and can't use between blocks,
 # and memory that a view keeps whole. Chosen so that no peak that benchmarks/predictions.py measured

@@ -34,7 +34,7 @@ from fxpipe.passes.partition_path import even_path
 from fxpipe.passes.search_bound import bytes_free, lower_bound_ms
 from fxpipe.passes.search_judge import Candidate, Found, Judge, SearchProblem, shapes
 from fxpipe.passes.search_moves import moved
-from fxpipe.passes.simulate import KINDS
+from fxpipe.passes.simulate_numbers import KINDS
 from fxpipe.schedule import Action, Schedule
 
 # Actions simulated in a second by one core of 2024, with what is done besides to choose moves.

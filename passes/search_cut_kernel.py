@@ -4,7 +4,7 @@ import numpy as np
 
 from fxpipe.jit import compiled
 from fxpipe.passes.partition_stages import FRAGMENTATION
-from fxpipe.passes.simulate_kernel import BACKWARD, FORWARD, INPUT, WEIGHT
+from fxpipe.passes.simulate_event_kernel import BACKWARD, FORWARD, INPUT, WEIGHT
 
 
 @compiled

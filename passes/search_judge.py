@@ -15,8 +15,8 @@ from fxpipe.passes.search_alike_kernel import alike_path
 from fxpipe.passes.search_chain import chain_arrays, links_of
 from fxpipe.passes.search_cut_kernel import cut
 from fxpipe.passes.search_shift_kernel import best_shift
-from fxpipe.passes.simulate import rows_of
 from fxpipe.passes.simulate_kernel import run
+from fxpipe.passes.simulate_numbers import rows_of
 from fxpipe.schedule import Schedule
 
 _PRICES = 24  # steps of the price of memory

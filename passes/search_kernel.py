@@ -6,7 +6,8 @@ The latest times at which a step's actions could have started are the next try's
 import numpy as np
 
 from fxpipe.jit import compiled
-from fxpipe.passes.simulate_kernel import BACKWARD, FORWARD, INPUT, WEIGHT, run
+from fxpipe.passes.simulate_event_kernel import BACKWARD, FORWARD, INPUT, WEIGHT
+from fxpipe.passes.simulate_kernel import run
 
 
 @compiled

@@ -3,7 +3,7 @@
 import numpy as np
 
 from fxpipe.jit import compiled
-from fxpipe.passes.simulate_kernel import BACKWARD, FORWARD, INPUT, WEIGHT
+from fxpipe.passes.simulate_event_kernel import BACKWARD, FORWARD, INPUT, WEIGHT
 
 _FARTHEST = 10
 _AND_ANOTHER = 0.4  # how often a move has one more in it

@@ -11,12 +11,20 @@ Actions are numbered in the order in which they start.
 import numpy as np
 
 from fxpipe.jit import compiled
-from fxpipe.passes.simulate_heap_kernel import pop, push
-
-FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
-_ENDS, _ARRIVES, _STARTS = range(3)
-_WHAT, _ACTION = 60, 20  # an event's code in bits: what from 60 on, action from 20 on, message
-_NEVER = np.inf
+from fxpipe.passes.simulate_choice_kernel import choose, next_arrival, reserved_bytes
+from fxpipe.passes.simulate_event_kernel import (
+    ACTION,
+    ARRIVES,
+    BACKWARD,
+    ENDS,
+    FORWARD,
+    INPUT,
+    STARTS,
+    WEIGHT,
+    WHAT,
+    pop,
+    push,
+)
 
 
 @compiled
@@ -31,62 +39,6 @@ def missing_arrivals(outbox_ends, receivers, n_stages, n_microbatches):  # type:
         for slot in range(begin, outbox_ends[box]):
             missing[box % 2, receivers[slot]] += 1
     return missing
-
-
-@compiled
-def choose(  # type: ignore[no-untyped-def]
-    own, own_begin, own_end, nexts, missing, rank, split, keeps, recompute, reserve, held,
-    promised, capacity, oldest, outbox_ends, receivers, sizes, device_of, d,
-):  # fmt: skip
-    """The action that device `d` starts: its kind and stage, or (-1, -1); does F lack room?"""
-    n_microbatches = missing.shape[2]
-    best, kind_found, stage_found, lacks_room = _NEVER, -1, -1, False
-    for place in range(own_begin, own_end):
-        j = own[place]
-        i = nexts[2, j]
-        if i < nexts[1, j] and rank[2, j, i] < best:
-            best, kind_found, stage_found = rank[2, j, i], WEIGHT, j
-        i = nexts[1, j]
-        if i < n_microbatches and missing[1, j, i] == 0 and rank[1, j, i] < best:
-            kind = INPUT if split[j, i] else BACKWARD
-            best, kind_found, stage_found = rank[1, j, i], kind, j
-        i = nexts[0, j]
-        if i < n_microbatches and missing[0, j, i] == 0 and rank[0, j, i] < best:
-            again = 1 if recompute[j, i] else 0
-            need = keeps[j, again] + reserve[d]
-            if i != oldest[d]:
-                # What the oldest micro-batch still needs stays free, so that it can always end.
-                for k in range(own_begin, own_end):
-                    other = own[k]
-                    if nexts[0, other] <= oldest[d]:
-                        need += keeps[other, 1 if recompute[other, oldest[d]] else 0]
-            fits = held[d] + promised[d] + need <= capacity[d]
-            begin = outbox_ends[2 * j - 1] if j > 0 else 0
-            for slot in range(begin, outbox_ends[2 * j]):
-                e = device_of[receivers[slot]]
-                room = capacity[e] - reserve[e] - held[e] - promised[e] - sizes[slot]
-                fits = fits and (i == oldest[e] or room >= 0)
-            if fits or i == oldest[d]:
-                best, kind_found, stage_found = rank[0, j, i], FORWARD, j
-            else:
-                lacks_room = True
-    return kind_found, stage_found, lacks_room
-
-
-@compiled
-def next_arrival(times, codes, size, d, kinds, stages, outbox_ends, receivers, device_of):  # type: ignore[no-untyped-def]
-    """When the next message on its way arrives at device `d`."""
-    soon = _NEVER
-    for event in range(size):
-        code = codes[event]
-        if code >> _WHAT == _ARRIVES and times[event] < soon:
-            action = (code >> _ACTION) & ((1 << (_WHAT - _ACTION)) - 1)
-            box = 2 * stages[action] + (0 if kinds[action] == FORWARD else 1)
-            slot = code & ((1 << _ACTION) - 1)
-            slot += outbox_ends[box - 1] if box > 0 else 0
-            if device_of[receivers[slot]] == d:
-                soon = times[event]
-    return soon
 
 
 @compiled
@@ -146,21 +98,12 @@ def run(  # type: ignore[no-untyped-def]
     nexts = np.zeros((3, n_stages), np.int64)
     oldest, promised = np.zeros(n_devices, np.int64), np.zeros(n_devices, np.int64)
     reserve, lacks_room = np.zeros(n_devices, np.int64), np.zeros(n_devices, np.bool_)
-    own_ends = np.zeros(n_devices, np.int64)
+    if not given:
+        reserve = reserved_bytes(
+            device_of, recompute, split, workspace, comes_back, arriving, n_devices
+        )
     own = np.argsort(device_of, kind="mergesort")
-    for j in range(n_stages):
-        d = device_of[j]
-        own_ends[d] += 1
-        for i in range(n_microbatches):
-            again = 1 if recompute[j, i] else 0
-            need = workspace[FORWARD, j, again]
-            if not given and split[j, i]:
-                halves = max(workspace[INPUT, j, again], workspace[WEIGHT, j, again])
-                need = max(need, halves) + arriving[j]
-            else:
-                need = max(need, workspace[BACKWARD, j, again])
-            reserve[d] = max(reserve[d], need + comes_back[j, again])
-    own_ends = np.cumsum(own_ends)
+    own_ends = np.cumsum(np.bincount(device_of, minlength=n_devices))
     held = at_rest.copy()
     peak, peak_at = held.copy(), np.zeros(n_devices)
     busy = np.zeros(n_devices, np.bool_)
@@ -177,12 +120,12 @@ def run(  # type: ignore[no-untyped-def]
             code = codes[0]
             pop(times, codes, size)
             size -= 1
-            what = code >> _WHAT
-            action = (code >> _ACTION) & ((1 << (_WHAT - _ACTION)) - 1)
+            what = code >> WHAT
+            action = (code >> ACTION) & ((1 << (WHAT - ACTION)) - 1)
             j, i, kind = stages[action], microbatches[action], kinds[action]
             d, way = device_of[j], 0 if kind == FORWARD else 1
             changed = d
-            if what == _ENDS:
+            if what == ENDS:
                 busy[d] = False
                 again = 1 if recompute[j, i] else 0
                 held[d] -= workspace[kind, j, again]
@@ -228,19 +171,19 @@ def run(  # type: ignore[no-untyped-def]
                         e = device_of[receivers[slot]]
                         start = max(now, link_free[d, e])
                         link_free[d, e] = start + transfers[slot]
-                        message = (action << _ACTION) | (slot - begin)
-                        code = (_STARTS << _WHAT) | message
+                        message = (action << ACTION) | (slot - begin)
+                        code = (STARTS << WHAT) | message
                         push(times, codes, size, start, code)
-                        code = (_ARRIVES << _WHAT) | message
+                        code = (ARRIVES << WHAT) | message
                         push(times, codes, size + 1, link_free[d, e], code)
                         size += 2
             else:
-                slot = code & ((1 << _ACTION) - 1)
+                slot = code & ((1 << ACTION) - 1)
                 box = 2 * j + way
                 slot += outbox_ends[box - 1] if box > 0 else 0
                 stage = receivers[slot]
                 e = device_of[stage]
-                if what == _ARRIVES:
+                if what == ARRIVES:
                     missing[way, stage, i] -= 1
                     sender[way, stage, i] = action
                     if missing[way, stage, i] == 0 and not is_touched[e]:
@@ -342,7 +285,7 @@ def run(  # type: ignore[no-untyped-def]
                 log_device[n_log], log_ms[n_log], log_bytes[n_log] = d, now, held[d]
                 n_log += 1
             busy[d] = True
-            push(times, codes, size, ends[action], action << _ACTION)
+            push(times, codes, size, ends[action], action << ACTION)
             size += 1
         n_touched = 0
         if size == 0:

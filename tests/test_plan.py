@@ -12,7 +12,7 @@ from fxpipe.chain_file import load_chain
 from fxpipe.cli import app
 from fxpipe.errors import InputError
 from fxpipe.passes.partition_stages import stage_costs
-from fxpipe.passes.simulate import Message
+from fxpipe.passes.simulate_costs import Message
 
 BLOCK = {
     "forward_ms": 1.0,

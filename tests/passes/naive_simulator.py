@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from fxpipe.ir import Network
-from fxpipe.passes.simulate import Message, StageCost
+from fxpipe.passes.simulate_costs import Message, StageCost
 from fxpipe.schedule import Action, Kind, Schedule
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT

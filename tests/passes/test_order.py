@@ -7,7 +7,8 @@ import pytest
 from fxpipe.errors import ScheduleError
 from fxpipe.ir import Link
 from fxpipe.passes import order
-from fxpipe.passes.simulate import Simulation, StageCost, simulate
+from fxpipe.passes.simulate import Simulation, simulate
+from fxpipe.passes.simulate_costs import StageCost
 from fxpipe.schedule import Schedule
 from fxpipe.schedule_check import check
 

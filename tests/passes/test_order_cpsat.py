@@ -11,7 +11,7 @@ from fxpipe.ir import Link, Network
 from fxpipe.passes import order
 from fxpipe.passes.order_cpsat import solve
 from fxpipe.passes.order_problem import OrderProblem
-from fxpipe.passes.simulate import Message, StageCost
+from fxpipe.passes.simulate_costs import Message, StageCost
 from fxpipe.schedule import Action, Kind, Schedule, clock_order
 from fxpipe.schedule_check import check
 

@@ -11,7 +11,8 @@ from fxpipe.ir import CheckpointMode, Link, Network
 from fxpipe.passes import order
 from fxpipe.passes.order_whole import whole_where_it_pays
 from fxpipe.passes.partition import partition
-from fxpipe.passes.simulate import Message, StageCost, simulate
+from fxpipe.passes.simulate import simulate
+from fxpipe.passes.simulate_costs import Message, StageCost
 from fxpipe.schedule import Schedule
 
 FREE = Network(Link(0.0, float("inf")))

@@ -13,7 +13,7 @@ from fxpipe.passes.order import build
 from fxpipe.passes.partition import SOLVERS, partition
 from fxpipe.passes.partition_costs import held_sets
 from fxpipe.passes.partition_stages import FRAGMENTATION, stage_costs
-from fxpipe.passes.simulate import Message, resting_bytes
+from fxpipe.passes.simulate_costs import Message, resting_bytes
 from fxpipe.schedule import Kind
 
 LINK = Link(latency_ms=0.01, bytes_per_ms=1e5)

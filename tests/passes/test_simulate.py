@@ -12,7 +12,8 @@ from naive_simulator import naive
 from fxpipe.errors import ScheduleError
 from fxpipe.ir import Link, Network
 from fxpipe.passes import order
-from fxpipe.passes.simulate import Message, Simulation, StageCost, simulate
+from fxpipe.passes.simulate import Simulation, simulate
+from fxpipe.passes.simulate_costs import Message, StageCost
 from fxpipe.schedule import Action, Kind, Schedule
 
 FREE = Network(Link(latency_ms=0.0, bytes_per_ms=1e30))

@@ -1,6 +1,14 @@
-"""A heap of events, times and codes in two arrays: the earliest first, then the lowest code."""
+"""A heap of events, times and codes in two arrays: the earliest first, then the lowest code.
+
+A code says what happens (at one instant in the order given here), the action that it comes from,
+and which of its messages.
+"""
 
 from fxpipe.jit import compiled
+
+FORWARD, BACKWARD, INPUT, WEIGHT = range(4)  # kinds of actions
+ENDS, ARRIVES, STARTS = range(3)  # an action or a message
+WHAT, ACTION = 60, 20  # a code in bits: what from 60 on, action from 20 on, message
 
 
 @compiled
