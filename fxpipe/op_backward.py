@@ -35,13 +35,17 @@ def backward_bytes(result: Any, leaves: Sequence[Tensor], device: torch.device) 
 def arriving_bytes(result: Any, inputs: Sequence[Tensor]) -> int:
     """Bytes of gradients that wait for the second half of a backward, layer by layer.
 
-    An op may have several layers within: an attention module has two.
+    An op may have several layers within: an attention module has two. A gradient may come in
+    another layout than the result's, of which a layer makes a copy: the larger count is given.
     """
     made = with_gradient(result)
-    split = SplitBackward([get_gradient_edge(t) for t in made], [torch.ones_like(t) for t in made])
-    split.input_gradients([get_gradient_edge(tensor) for tensor in _trained(inputs)])
-    sizes = {storage_of(t): t.untyped_storage().nbytes() for t in split.waiting}
-    return sum(sizes.values())
+    found = []
+    for gradients in ([torch.ones_like(t) for t in made], [_turned_ones(t) for t in made]):
+        split = SplitBackward([get_gradient_edge(tensor) for tensor in made], gradients)
+        split.input_gradients([get_gradient_edge(tensor) for tensor in _trained(inputs)])
+        sizes = {storage_of(t): t.untyped_storage().nbytes() for t in split.waiting}
+        found.append(sum(sizes.values()))
+    return max(found)
 
 
 def with_gradient(result: Any) -> list[Tensor]:
@@ -65,3 +69,11 @@ def _backward(
 
 def _trained(leaves: Sequence[Tensor]) -> list[Tensor]:
     return [leaf for leaf in leaves if leaf.requires_grad]
+
+
+def _turned_ones(like: Tensor) -> Tensor:
+    """Ones in the layout of a transposed gradient."""
+    if like.dim() < 2:
+        return torch.ones_like(like)
+    turned = like.transpose(-1, -2)
+    return torch.ones_like(turned, memory_format=torch.contiguous_format).transpose(-1, -2)

@@ -85,6 +85,22 @@ def test_gradients_wait_for_the_second_half_before_each_layer_of_an_op():
     assert sum(cost.arriving_bytes for cost in found.costs.values()) == 4 * result_bytes
 
 
+def test_a_gradient_in_another_layout_waits_beside_its_copy():
+    """A linear layer on transposed memory is a product and a sum; each keeps what comes to it."""
+
+    class Mixes(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.mix = torch.nn.Linear(16, 16), torch.nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.mix(self.first(x).transpose(1, 2)).transpose(1, 2)
+
+    captured, found = measured(Mixes(), torch.randn(4, 32, 16))
+    (op,) = (name for name, op in captured.ops.items() if op.module == "mix")
+    assert found.costs[op].arriving_bytes == 2 * (2 * 16 * 32 * 4)
+
+
 def test_ops_add_up_to_the_whole():
     costs = {name: OpCost(2.0, 3.0) for name in "abc"}
     scaled = _scaled(costs, Whole(forward_ms=60.0, backward_ms=6.0, halves_ms=7.5, loss_ms=0.5))
