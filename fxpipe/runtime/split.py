@@ -33,8 +33,15 @@ class _Arrived:
     def __call__(self, gradients: _Gradients) -> _Gradients | None:
         if not self.passing:
             return (None,) * len(gradients)
-        self.gradients = gradients
+        self.gradients = tuple(map(_alone, gradients))
         return None
+
+
+def _alone(gradient: Tensor | None) -> Tensor | None:
+    """A copy of what is a view of more, as of what `torch.cat` joined: that shall not wait too."""
+    if gradient is None or gradient.untyped_storage().nbytes() <= gradient.nbytes:
+        return gradient
+    return gradient.clone()
 
 
 @dataclass(frozen=True, slots=True)

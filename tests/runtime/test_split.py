@@ -143,3 +143,17 @@ def test_the_first_half_computes_no_weights_gradient():
         split.weight_gradients()
 
     assert first.get_total_flops() == second.get_total_flops() == 2 * (2 * 3 * 4 * 4)
+
+
+def test_what_waits_is_no_view_of_more():
+    """The gradient of a part is a view of that of the whole, which is let go."""
+    first, second = nn.Linear(4, 2), nn.Linear(4, 6)
+    x = torch.randn(3, 4, requires_grad=True)
+    joined = torch.cat((first(x), second(x)), dim=1)
+    split = SplitBackward([get_gradient_edge(joined)], [torch.ones(3, 8)])
+
+    split.input_gradients([get_gradient_edge(x)])
+    held = sum(gradient.untyped_storage().nbytes() for gradient in split.waiting)
+    assert held == 3 * (2 + 6) * 4
+    split.weight_gradients()
+    assert torch.equal(second.weight.grad, x.detach().sum(0).expand(6, 4))
