@@ -7,6 +7,7 @@ from torch import fx
 
 from fxpipe.interpret import MODE
 from fxpipe.regions import PLAIN, REGION, Region
+from fxpipe.source import calls_around
 
 SEGMENT = "segment"  # the key of a node's meta that holds the number of its segment in its stage
 
@@ -74,7 +75,7 @@ def call_tree(ops: Sequence[fx.Node], stage: int, totals: Mapping[str, int]) -> 
     before: set[str] = set()
     segments: dict[str, set[object]] = {}
     for node in ops:
-        keys = {key for _, key in _stack(node)}
+        keys = {key for _, key in calls_around(node)}
         for key in keys:
             counts[key] = counts.get(key, 0) + 1
             segments.setdefault(key, set()).add(node.meta.get(SEGMENT))
@@ -88,7 +89,7 @@ def call_tree(ops: Sequence[fx.Node], stage: int, totals: Mapping[str, int]) -> 
     root = Call((), stage)
     open_calls = [root]
     for node in ops:
-        outer = _stack(node)
+        outer = calls_around(node)
         stack = tuple(entry for entry in outer if entry[1] in whole)
         shared = 0
         while (
@@ -109,18 +110,12 @@ def op_counts(ops: Iterable[fx.Node]) -> dict[str, int]:
     """The number of ops of each call."""
     counts: dict[str, int] = {}
     for node in ops:
-        for _, key in _stack(node):
+        for _, key in calls_around(node):
             counts[key] = counts.get(key, 0) + 1
     return counts
 
 
 def home(node: fx.Node) -> str:
     """The path of the module whose forward has the line of `node`."""
-    stack = _stack(node)
+    stack = calls_around(node)
     return stack[-1][0] if stack else ""
-
-
-def _stack(node: fx.Node) -> tuple[tuple[str, str], ...]:
-    """The calls that an op is within; that of a stock module is the op itself."""
-    stack: tuple[tuple[str, str], ...] = node.meta.get("stack", ())
-    return stack[:-1] if node.op == "call_module" else stack

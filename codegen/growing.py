@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from fxpipe.source import calls_around
 from fxpipe.variables import GIVEN_UP
 
 _FEWEST = 3  # lists that must be one and the same, grown, before it is worth a variable
@@ -37,7 +38,7 @@ def grow_lists(nodes: Sequence[fx.Node]) -> list[fx.Node]:
             made = first.graph.call_function(new_list, (begun,))
         made.name = first.graph._graph_namespace.create_name(_name(chain), None)
         made.meta = _without_value(first)
-        made.meta["stack"] = _stack(first)
+        made.meta["stack"] = calls_around(first)
         grown.insert(grown.index(first), made)
         for node, k in chain.reads:
             node.update_arg(k, made)
@@ -86,7 +87,7 @@ def _append(made: fx.Node, value: fx.Node, grown: list[fx.Node]) -> None:
     with made.graph.inserting_after(grown[at]):
         node = made.graph.call_method("append", (made, value))
     node.meta = _without_value(value)
-    node.meta["stack"] = _stack(value)
+    node.meta["stack"] = calls_around(value)
     grown.insert(at + 1, node)
 
 
@@ -97,12 +98,6 @@ def _without_value(node: fx.Node) -> dict[str, Any]:
 
 def _unpacks(node: fx.Node, source: object) -> bool:
     return node.target is operator.getitem and node.args[0] is source
-
-
-def _stack(node: fx.Node) -> tuple[tuple[str, str], ...]:
-    """The calls that the line of an op is within."""
-    stack: tuple[tuple[str, str], ...] = node.meta.get("stack", ())
-    return stack[:-1] if node.op == "call_module" else stack
 
 
 def _name(chain: _Chain) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxpipe.codegen.calls import home
 from fxpipe.codegen.scope import Scope
 from fxpipe.interpret import MODE
 from fxpipe.ir import Capture, Profile
@@ -57,7 +56,7 @@ def outlived(scope: Scope, names: Mapping[str, str]) -> dict[fx.Node, list[fx.No
 
 def _over(scope: Scope, place: Mapping[fx.Node, int]) -> dict[str, int]:
     """By storage: where it is read last, or the forward ends that has a variable for it."""
-    calls, ends = frames([home(node) for node in scope.nodes])
+    calls, ends = frames(scope.nodes)
     over: dict[str, int] = {}
     for value, k in place.items():
         readers = [user for user in value.users if user in place]

@@ -26,6 +26,15 @@ def calling_line(node: fx.Node, outer: nn.Module, called: Sequence[nn.Module]) -
     return next(f for f in reversed(frames[start:end]) if f.file == frames[start].file)
 
 
+def calls_around(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    """The modules' calls in whose forwards the line of `node` is, outermost first.
+
+    Of each the module's path, and a key that no other call has.
+    """
+    stack: tuple[tuple[str, str], ...] = node.meta.get("stack", ())
+    return stack[:-1] if node.op == "call_module" else stack
+
+
 def line_within(node: fx.Node, module: nn.Module) -> SourceLine | None:
     """The line of `module`'s forward that led to the op `node`."""
     frames: Sequence[SourceLine] = node.meta.get("frames", ())

@@ -15,6 +15,7 @@ from torch import fx
 
 from fxpipe.interpret import NAMED
 from fxpipe.ir import Capture
+from fxpipe.source import calls_around
 
 # Behind the line of one of these, a stage deletes what was joined, if it is read no more.
 JOINS = {
@@ -31,14 +32,16 @@ def held_until(capture: Capture, order: Sequence[str]) -> dict[str, int]:
 
     What is part of a longer expression has no variable, and is left out, unless it is joined to
     others: a stage may give it a line of its own. It is deleted behind the line that joins them,
-    which is taken to end with what reads the whole.
+    which is taken to end with what reads the whole. What another line reads, as that of a function
+    which it is passed to, has a line and a variable in a stage.
     """
     nodes = {node.name: node for node in capture.graph.nodes}
     place = {name: k for k, name in enumerate(order)}
-    calls, ends = frames([_home(capture, nodes[name]) for name in order])
-    assigned: dict[tuple[int, str], list[int]] = defaultdict(list)
+    calls, ends = frames([nodes[name] for name in order])
+    assigned: dict[tuple[str, str], list[int]] = defaultdict(list)
+    kept = {name for name in order if _has_variable(nodes[name], place)}
     for name, frame in zip(order, calls, strict=True):
-        if nodes[name].meta.get(NAMED) == "variable":
+        if name in kept:
             assigned[frame, base(name)].append(place[name])
     held: dict[str, int] = {}
     for name in order:
@@ -46,7 +49,7 @@ def held_until(capture: Capture, order: Sequence[str]) -> dict[str, int]:
         last = max((place[user.name] for user in readers), default=place[name])
         if any(user.target in JOINS and place[user.name] == last for user in readers):
             held[name] = _read_until(nodes, order, calls, last)
-        elif nodes[name].meta.get(NAMED) == "variable":
+        elif name in kept:
             frame = calls[place[name]]
             places = assigned[frame, base(name)]
             anew = bisect_left(places, max(last, place[name] + 1))
@@ -54,36 +57,34 @@ def held_until(capture: Capture, order: Sequence[str]) -> dict[str, int]:
     return held
 
 
+def _has_variable(node: fx.Node, place: Mapping[str, int]) -> bool:
+    """Whether a stage has a variable for a value: the user's, or one of its own."""
+    if node.meta.get(NAMED) == "variable" or len(node.users) != 1:
+        return True
+    (user,) = node.users
+    on_its_line = user.meta.get("frames") == node.meta.get("frames")
+    follows = place.get(user.name) == place[node.name] + 1 or user.args[:1] == (node,)
+    return not (on_its_line and follows)
+
+
 def base(name: str) -> str:
     """A name without the numbers that tell it from others."""
     return re.sub(r"(_\d+)+$", "", name)
 
 
-def _home(capture: Capture, node: fx.Node) -> str:
-    """The path of the module whose forward has the line of `node`."""
-    module = capture.ops[node.name].module
-    return module.rpartition(".")[0] if node.op == "call_module" else module
-
-
-def frames(homes: Sequence[str]) -> tuple[list[int], list[int]]:
-    """For each place the call of a module whose line it is, and for each call its last place."""
-    calls: list[int] = []
-    ends: list[int] = []
-    running: list[tuple[str, int]] = []
-    for k, home in enumerate(homes):
-        while running and not _is_within(home, running[-1][0]):
-            running.pop()
-        if not running or running[-1][0] != home:
-            running.append((home, len(ends)))
-            ends.append(k)
-        for _, call in running:
-            ends[call] = k
-        calls.append(running[-1][1])
+def frames(nodes: Sequence[fx.Node]) -> tuple[list[str], dict[str, int]]:
+    """For each op the module's call whose line it is, and for each call its last place."""
+    calls: list[str] = []
+    ends: dict[str, int] = {}
+    for k, node in enumerate(nodes):
+        keys = ["", *(key for _, key in calls_around(node))]
+        calls.append(keys[-1])
+        ends.update(dict.fromkeys(keys, k))
     return calls, ends
 
 
 def _read_until(
-    nodes: Mapping[str, fx.Node], order: Sequence[str], calls: Sequence[int], k: int
+    nodes: Mapping[str, fx.Node], order: Sequence[str], calls: Sequence[str], k: int
 ) -> int:
     """The last place of the op or the call that reads what place `k` makes, if on the same line."""
     line = nodes[order[k]].meta.get("frames", ())
@@ -96,7 +97,3 @@ def _read_until(
     while on_line(end + 1) and calls[end + 1] != calls[k]:
         end += 1
     return k + 1 if end == k and on_line(k + 1) else end
-
-
-def _is_within(module: str, outer: str) -> bool:
-    return not outer or module == outer or module.startswith(f"{outer}.")

@@ -70,6 +70,7 @@ RULES = {
             "fxpipe.op_backward",
             "fxpipe.regions",
             "fxpipe.returning",
+            "fxpipe.source",
             "fxpipe.specs",
             "fxpipe.stopwatch",
             "fxpipe.straight",

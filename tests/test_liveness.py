@@ -61,10 +61,36 @@ class Folded(nn.Module):
         return b - 1
 
 
-def needed(costs=None, model=Skip):
-    """By op, forward and backward, in tensors like the input."""
+class Masked(nn.Module):
+    """Its layer, and a value of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = Skip()
+
+    def forward(self, x):
+        mask = x * 5
+        return self.layer(x) * mask
+
+
+class Passed(nn.Module):
+    """What it passes to a function of its own has no variable there, and has one in a stage."""
+
+    def forward(self, x):
+        x = self.scaled(x + 1)
+        return x - 1
+
+    def scaled(self, *given):
+        a = given[0] * 2
+        b = a * 3
+        return b
+
+
+def needed(costs=None, model=Skip, places=None):
+    """By op, forward and backward, in tensors like the input; in another order, if it is given."""
     captured = capture(model(), (torch.randn(8, 4, requires_grad=True),), {})
     ops = list(captured.ops)
+    ops = ops if places is None else [ops[k] for k in places]
     given = {name: OpCost(0.0, 0.0) for name in ops} | (costs or {})
     found = workspaces(captured, given, ops, batch=8)
     both = (found[name][:2] for name in ops)
@@ -87,6 +113,16 @@ def test_a_value_is_held_by_its_variable_until_that_is_assigned_anew_or_its_func
     # A loss holds four tensors like the last op's result, one of them in the room for results.
     assert needed(model=Plain) == [(0, 1), (1, 1), (1, 1), (3, 0)]
     assert needed(model=Nested)[-2:] == [(1, 1), (3, 0)]
+
+
+def test_an_op_of_the_caller_between_those_of_a_function_does_not_end_it():
+    # Before the layer's last op are early, a, the mask and b; behind it the mask and the result.
+    forward = [forward for forward, _ in needed(model=Masked, places=[1, 2, 0, 3, 4, 5])]
+    assert forward == [0, 1, 2, 3, 4, 3]
+
+
+def test_what_another_line_reads_is_held_by_a_variable():
+    assert [forward for forward, _ in needed(model=Passed)] == [0, 1, 1 + 1, 3]
 
 
 def test_what_is_joined_is_held_while_its_line_reads_the_whole():

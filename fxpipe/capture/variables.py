@@ -16,6 +16,7 @@ from fxpipe.interpret import NAMED
 from fxpipe.ir import Op
 from fxpipe.runtime.leaves import leaves
 from fxpipe.runtime.structure import Structure
+from fxpipe.source import calls_around
 from fxpipe.variables import base
 
 # What shows the same values in another form keeps their name.
@@ -103,7 +104,7 @@ def _maker(node: fx.Node, modules: Mapping[str, nn.Module]) -> str | None:
     if statements and statements[-1].returns and not _used_in_its_statement(node):
         function = statements[-1].function
         if function == "forward":
-            above = node.meta["stack"][: -1 if node.op == "call_module" else None]
+            above = calls_around(node)
             return _called(above[-1][0], modules) if above else None
         return function.strip("_") if function.isidentifier() else None
     if node.op == "call_module":
