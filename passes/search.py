@@ -11,7 +11,10 @@
    it is halved. What a move is worth is told by a step in which each device chooses what it runs
    (search_kernel.attempt). Where there is time, several climb from each shape, with chance of their
    own; those that fall behind are dropped.
-3. The order of the best is polished, and halves of backwards that gain nothing are put together.
+3. From the best of those, moves go on that keep the order of actions and better it by tabu search
+   (search_refine.py). Where nothing fits yet, most of the work goes to 2.
+4. Neighbouring stages of one device, and halves of backwards, are put together where nothing is
+   lost by it (search_tidy.py, order_whole.py).
 
 Climbs go side by side in as many threads as there are workers. What a search does hangs on `seed`
 and on the actions that it simulates, for which the time limit and the number of workers stand; the
@@ -34,15 +37,16 @@ from fxpipe.passes.partition_path import even_path
 from fxpipe.passes.search_bound import bytes_free, lower_bound_ms
 from fxpipe.passes.search_judge import Candidate, Found, Judge, SearchProblem, shapes
 from fxpipe.passes.search_moves import moved
+from fxpipe.passes.search_refine import refined
 from fxpipe.passes.simulate_numbers import KINDS
 from fxpipe.schedule import Action, Schedule
 
 # Actions simulated in a second by one core of 2024, with what is done besides to choose moves.
 _WORK_PER_SECOND = 1_200_000
 _LATE = 30  # moves: a change that is no worse than what stood so long ago is kept
-# Shares of the work: to align stages, for moves in rounds, each with half of the climbs left, and
-# for the order.
-_ALIGN, _MOVES, _POLISH = 0.15, 0.7, 0.15
+# Shares of the work: to align stages, and for moves in rounds, each with half of the climbs left,
+# or of those where nothing fits yet or the order is given. The rest is for moves with an order.
+_ALIGN, _MOVES, _MOVES_ALONE = 0.1, 0.2, 0.7
 # A climb soon comes to where it stays: for each so many actions of work there is another one of
 # each shape, up to so many.
 _ANOTHER, _MOST_CLIMBS = 8_000_000, 8
@@ -52,15 +56,16 @@ _ENDS = ((1.0, 1.0), (0.6, 0.6), (0.3, 0.6))
 _PRICES, _ALIGNED, _STEP = (0.3, 1.0), 4, 0.7
 _PAIRS = 130  # of places: as many are looked at, to make stages alike, in the time of an action
 _BEGUN = 8  # climbs that go on from there
-_PIECES = 8  # in which the order is polished: between them the time is looked at
-# Orders tried near the last one where stages were moved a little, and how often that is done.
-_NEAR, _SHARE_NEAR = 3, 0.3
+# Moves of the last order where stages were moved a little, and how often that is done; moves that
+# the order of a climb begins to be refined with.
+_NEAR, _SHARE_NEAR, _SETTLE = 30, 0.3, 1000
 _NAMED = 2  # named schedules whose cuts are moved
 
 
 @dataclass(slots=True)
 class _Climb:
-    """Where the moves of one shape stand (late acceptance hill climbing, as in `polish`)."""
+    """Where the moves of one shape stand (late acceptance hill climbing, Burke and Bykov,
+    EJOR 2017)."""
 
     here: Found
     best: Found
@@ -105,7 +110,9 @@ class Search:
     def run(self) -> Found:
         """The best step found."""
         with ThreadPoolExecutor(self.n_workers) as pool:
-            climbs = self._begun(pool)  # the first step of a process waits for machine code
+            climbs = self._begun(pool)
+            # The first step of a process waits for machine code, and the first move.
+            self._refined(climbs[0].best, Random(self.seed))
             self.ends_at = time.monotonic() + self.time_limit_s
             list(pool.map(partial(self._align, work=_ALIGN * self.budget / len(climbs)), climbs))
             climbs = sorted(climbs, key=lambda climb: climb.best.worth)[:_BEGUN]
@@ -114,13 +121,15 @@ class Search:
                 for k, climb in enumerate(climbs * (self.n_climbs - 1))
             ]
             n_rounds = max(1, len(climbs).bit_length() - 1)
+            alone = self.problem.table is not None or all(one.best.worth[0] for one in climbs)
+            share = _MOVES_ALONE if alone else _MOVES
             for _ in range(n_rounds):
-                work = _MOVES / n_rounds * self.budget / len(climbs)
-                list(pool.map(partial(self._climb, work=work), climbs))
+                work = share / n_rounds * self.budget / len(climbs)
+                list(pool.map(partial(self._climb, work=work, move=self._tried), climbs))
                 climbs.sort(key=lambda climb: climb.best.worth)
                 climbs = climbs[: max(2, len(climbs) // 2)]
-            work = _POLISH * self.budget / len(climbs)
-            list(pool.map(partial(self._polish, work=work), climbs))
+            work = (1 - _ALIGN - share) * self.budget / len(climbs)
+            list(pool.map(partial(self._refine, work=work), climbs))
         return min((climb.best for climb in climbs), key=lambda found: found.worth)
 
     def _is_over(self, climb: _Climb) -> bool:
@@ -180,10 +189,10 @@ class Search:
                     self._tell(found)
                 shares = shares * self.judge.leisure(aligned) ** _STEP
 
-    def _climb(self, climb: _Climb, work: float) -> None:
+    def _climb(self, climb: _Climb, work: float, move: Callable[[Found, Random], Found]) -> None:
         """Moves, as long as they simulate no more than `work` actions."""
         while work > 0 and not self._is_over(climb):
-            found = self._tried(climb)
+            found = move(climb.here, climb.random)
             work -= found.work
             place = climb.moves % _LATE
             if found.worth <= max(climb.late[place], climb.here.worth):
@@ -194,13 +203,12 @@ class Search:
             climb.late[place] = climb.here.worth
             climb.moves += 1
 
-    def _tried(self, climb: _Climb) -> Found:
-        here, random = climb.here, climb.random
+    def _tried(self, here: Found, random: Random) -> Found:
         candidate = moved(here, self.judge, random)
         alike = candidate.table is None and len(candidate.path) == len(here.candidate.path)
         alike = alike and candidate.halved == here.candidate.halved
-        if alike and random.random() < _SHARE_NEAR:
-            return self.judge.near(candidate, here, _NEAR, random.randrange(2**31))
+        if alike and not here.worth[0] and random.random() < _SHARE_NEAR:
+            return self.judge.reordered(candidate, here.order, _NEAR, random.randrange(2**31))
         return self.judge(candidate, (1, self.problem.n_devices), 2)
 
     def _tell(self, found: Found) -> None:
@@ -209,18 +217,22 @@ class Search:
             self.best_ms = step_ms
             self.progress(step_ms)
 
-    def _polish(self, climb: _Climb, work: float) -> None:
-        """The same cuts in a better order, unless the order is given."""
-        tries = int(work / _PIECES / max(1, len(climb.best.ran[0])))
-        for _ in range(_PIECES if self.problem.table is None else 0):
-            if self._is_over(climb):
-                break
-            candidate = replace(climb.best.candidate, table=None)
-            seed = climb.random.randrange(2**31)
-            polished = self.judge.near(candidate, climb.best, tries, seed)
-            if polished.worth < climb.best.worth:
-                climb.best = polished
-                self._tell(polished)
+    def _refine(self, climb: _Climb, work: float) -> None:
+        """Moves that keep the order, unless the order is given."""
+        if self.problem.table is None:
+            candidate, seed = (
+                replace(climb.best.candidate, table=None),
+                climb.random.randrange(2**31),
+            )
+            climb.here = self.judge.reordered(candidate, climb.best.order, _SETTLE, seed)
+            climb.best = min(climb.best, climb.here, key=lambda found: found.worth)
+            climb.late = [climb.here.worth] * _LATE
+        self._climb(climb, work, self._refined)
+
+    def _refined(self, here: Found, random: Random) -> Found:
+        if here.worth[0] or self.problem.table is not None:
+            return self._tried(here, random)
+        return refined(self.judge, here, random)
 
 
 def tapered(n_stages: int, n_devices: int, first: float, last: float) -> NDArray[np.float64]:

@@ -13,6 +13,7 @@ from fxpipe.passes.partition_costs import crossing
 from fxpipe.passes.partition_path import Path
 from fxpipe.passes.search_alike_kernel import alike_path
 from fxpipe.passes.search_chain import chain_arrays, links_of
+from fxpipe.passes.search_chains_kernel import carried_ms, order_of
 from fxpipe.passes.search_cut_kernel import cut
 from fxpipe.passes.search_shift_kernel import best_shift
 from fxpipe.passes.simulate_kernel import run
@@ -20,6 +21,9 @@ from fxpipe.passes.simulate_numbers import rows_of
 from fxpipe.schedule import Schedule
 
 _PRICES = 24  # steps of the price of memory
+# What a move of an action takes, of what it takes to simulate one action of each stage and
+# micro-batch.
+_TRY = 0.15
 
 _Ints = NDArray[np.int64]
 
@@ -63,17 +67,20 @@ class Candidate:
 class Found:
     """A candidate, what it is worth (bytes over, ms), and the step that ran.
 
-    `rank` and `room` are what its devices chose by, `work` the actions simulated to find it.
+    `work` is how many actions were simulated to find it.
     """
 
     worth: tuple[int, float]
     candidate: Candidate
     numbers: Any
     split: NDArray[np.bool_]
-    rank: Any
-    room: Any
     ran: Any
-    work: int
+    work: float
+
+    @property
+    def order(self) -> NDArray[np.float64]:
+        """Of each F, backward and W by stage and micro-batch, how many actions began before it."""
+        return order_of(self.ran, *self.split.shape)  # type: ignore[no-any-return]
 
 
 class Judge:
@@ -126,11 +133,10 @@ class Judge:
         """The best step of `candidate` from these first ranks, with and without patience."""
         if candidate.table is not None:
             return self._following(candidate, candidate.table)
-        split = np.zeros((len(candidate.device_of), self.problem.n_microbatches), np.bool_)
-        split[:, self.problem.n_microbatches - candidate.halved :] = True
+        split = self._split(candidate)
         numbers, _ = self.numbers(candidate)
         policies = [(group, patience) for group in dict.fromkeys(groups) for patience in (0.0, 1.0)]
-        over, step_ms, work, rank, room, ran = kernel.attempt(
+        over, step_ms, work, ran = kernel.attempt(
             numbers,
             split,
             self.capacity,
@@ -139,16 +145,32 @@ class Judge:
             rounds,
         )
         worth = int(over), float(step_ms)
-        return Found(worth, candidate, numbers, split, rank, room, ran, work)
+        return Found(worth, candidate, numbers, split, ran, work)
 
-    def near(self, candidate: Candidate, found: Found, tries: int, seed: int) -> Found:
-        """The best step of `candidate` from what `found`, with as many stages, began with."""
+    def reordered(
+        self, candidate: Candidate, order: NDArray[np.float64], tries: int, seed: int
+    ) -> Found:
+        """`candidate` in the best order that so many moves from `order` come by."""
         numbers, _ = self.numbers(candidate)
-        over, step_ms, work, rank, room, ran = kernel.polish(
-            numbers, found.split, self.capacity, found.rank, found.room, tries, seed
+        split = self._split(candidate)
+        over, step_ms, work, ran = kernel.reordered(
+            numbers, split, self.capacity, order, tries, seed
         )
         worth = int(over), float(step_ms)
-        return Found(worth, candidate, numbers, found.split, rank, room, ran, work)
+        return Found(worth, candidate, numbers, split, ran, work + tries * split.size * _TRY)
+
+    def carried_ms(self, candidate: Candidate, order: NDArray[np.float64]) -> float:
+        """How long the step of `candidate` is in this order, whatever the memory."""
+        numbers, _ = self.numbers(candidate)
+        split = self._split(candidate)
+        return float(carried_ms(numbers, split, order, self.problem.n_devices))
+
+    def _split(self, candidate: Candidate) -> NDArray[np.bool_]:
+        """By stage and micro-batch, whether the backward is in halves."""
+        m = self.problem.n_microbatches
+        split = np.zeros((len(candidate.device_of), m), np.bool_)
+        split[:, m - candidate.halved :] = True
+        return split
 
     def alike(self, shares: NDArray[np.float64], price: float) -> Path:
         """Bounds of stages as alike as may be, but for their `shares`.
@@ -191,9 +213,8 @@ class Judge:
             False,
         )
         over, step_ms = kernel.judge(ran, len(ran[0]), self.capacity)
-        rank = kernel.latest_starts(*ran[:6], numbers, len(self.capacity))
         worth = int(over), float(step_ms)
-        return Found(worth, candidate, numbers, split, rank, self.capacity, ran, len(ran[0]))
+        return Found(worth, candidate, numbers, split, ran, len(ran[0]))
 
 
 def shapes(n_devices: int, loops: Sequence[int]) -> list[tuple[int, ...]]:

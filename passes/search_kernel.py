@@ -6,8 +6,12 @@ The latest times at which a step's actions could have started are the next try's
 import numpy as np
 
 from fxpipe.jit import compiled
+from fxpipe.passes.search_chains_kernel import table_by
+from fxpipe.passes.search_tabu_kernel import best_order
 from fxpipe.passes.simulate_event_kernel import BACKWARD, FORWARD, INPUT, WEIGHT
 from fxpipe.passes.simulate_kernel import run
+
+_ROOMS = 2  # how often devices choose in less room than they had
 
 
 @compiled
@@ -82,16 +86,15 @@ def attempt(numbers, split, capacity, groups, patiences, rounds):  # type: ignor
     """The best step of these stages that choosing by rank finds, from several first ranks.
 
     Each is tried `rounds` times: with less room where it was too large, else with its latest starts
-    as ranks. Returns bytes over, ms, actions simulated, the ranks and the room of the best, and the
-    step that ran.
+    as ranks. Returns bytes over, ms, actions simulated, and the step that ran.
     """
     n_stages, n_microbatches = numbers[5].shape
     n_needed = 2 * n_stages * n_microbatches + split.sum()
     no_rows = np.empty(0, np.int64)
     no_kinds, no_stages = np.empty(0, np.int8), np.empty(0, np.int32)
-    best_room, best_rank = capacity, first_ranks(n_stages, n_microbatches, groups[0])
+    rank = first_ranks(n_stages, n_microbatches, groups[0])
     best = run(
-        no_rows, no_kinds, no_stages, no_stages, best_rank, split, best_room, patiences[0],
+        no_rows, no_kinds, no_stages, no_stages, rank, split, capacity, patiences[0],
         *numbers, False,
     )  # fmt: skip
     work = len(best[0])
@@ -110,64 +113,47 @@ def attempt(numbers, split, capacity, groups, patiences, rounds):  # type: ignor
             over, step_ms = judge(ran, n_needed, capacity)
             if over < best_over or (over == best_over and step_ms < best_ms):
                 best_over, best_ms, best = over, step_ms, ran
-                best_room, best_rank = room, rank
             if len(ran[0]) < n_needed:
                 break
             if over > 0:
                 room = room - np.maximum(ran[7] - capacity, 0)
             else:
                 rank = latest_starts(*ran[:6], numbers, len(capacity))
-    return best_over, best_ms, work, best_rank, best_room, best
+    return best_over, best_ms, work, best
 
 
 @compiled
-def polish(numbers, split, capacity, rank, room, tries, seed):  # type: ignore[no-untyped-def]
-    """Ranks near `rank` and what comes of them, `tries` times: the best, as `attempt` returns it.
+def reordered(numbers, split, capacity, order, tries, seed):  # type: ignore[no-untyped-def]
+    """The step of these stages in the best order that `tries` moves from `order` come by.
 
-    Each try takes the latest starts of the one before it and shakes them; one that is no longer
-    than that of some tries ago is gone on from (late acceptance hill climbing, Burke and Bykov,
-    EJOR 2017).
+    Where that is too large, its devices choose by it instead, in the room that there is. Returns
+    what `attempt` does.
     """
-    np.random.seed(seed)
     n_stages, n_microbatches = numbers[5].shape
     n_needed = 2 * n_stages * n_microbatches + split.sum()
+    no_rank, no_split = np.empty((0, 0, 0)), np.empty((0, 0), np.bool_)
+    no_room, patience = np.empty(0, np.int64), 0.0
+    _, order = best_order(numbers, split, order, len(capacity), tries, seed)
+    ran = run(
+        *table_by(order, split, numbers[0], len(capacity)), no_rank, no_split, no_room, patience,
+        *numbers, False,
+    )  # fmt: skip
+    work = len(ran[0])
+    over, step_ms = judge(ran, n_needed, capacity)
     no_rows = np.empty(0, np.int64)
     no_kinds, no_stages = np.empty(0, np.int8), np.empty(0, np.int32)
-    patience = 0.0
-    ran = run(no_rows, no_kinds, no_stages, no_stages, rank, split, room, patience, *numbers, False)
-    over, step_ms = judge(ran, n_needed, capacity)
-    best_over, best_ms, best, best_room = over, step_ms, ran, room
-    late = np.full(20, step_ms if over == 0 else np.inf)
-    work = len(ran[0])
-    here, room_here = ran, room
-    for k in range(tries):
-        if len(here[0]) < n_needed:
+    room = capacity.copy()
+    for _ in range(_ROOMS):
+        if over == 0:
             break
-        rank = latest_starts(*here[:6], numbers, len(capacity))
-        shake = step_ms * (0.0, 0.003, 0.01, 0.03)[np.random.randint(4)]
-        for way in range(3):
-            for j in range(n_stages):
-                for i in range(n_microbatches):
-                    rank[way, j, i] += shake * np.random.randn()
-        next_room = room_here
-        if np.random.random() < 0.3:
-            next_room = room_here.copy()
-            for d in range(len(capacity)):
-                free = room_here[d] - numbers[10][d]
-                next_room[d] = min(
-                    capacity[d], numbers[10][d] + int(free * (0.9 + 0.25 * np.random.random()))
-                )
-        patience = (0.0, 0.5, 1.0)[np.random.randint(3)]
-        ran = run(
-            no_rows, no_kinds, no_stages, no_stages, rank, split, next_room, patience,
-            *numbers, False,
-        )  # fmt: skip
-        work += len(ran[0])
-        over, found_ms = judge(ran, n_needed, capacity)
-        if over == 0 and found_ms <= max(step_ms, late[k % len(late)]):
-            here, room_here, step_ms = ran, next_room, found_ms
-            if found_ms < best_ms or best_over > 0:
-                best_over, best_ms, best, best_room = over, found_ms, ran, next_room
-        late[k % len(late)] = step_ms
-    rank = latest_starts(*best[:6], numbers, len(capacity))
-    return best_over, best_ms, work, rank, best_room, best
+        chosen = run(
+            no_rows, no_kinds, no_stages, no_stages, order, split, room, patience, *numbers, False
+        )
+        work += len(chosen[0])
+        chosen_over, chosen_ms = judge(chosen, n_needed, capacity)
+        if chosen_over < over:
+            over, step_ms, ran = chosen_over, chosen_ms, chosen
+        if len(chosen[0]) < n_needed:
+            break
+        room = room - np.maximum(chosen[7] - capacity, 0)
+    return over, step_ms, work, ran

@@ -11,9 +11,9 @@ from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
 from fxpipe.passes import checkpoints, search_order
 from fxpipe.passes.order_whole import whole_where_it_pays
 from fxpipe.passes.partition_costs import edges_of, evaluate, size_text
-from fxpipe.passes.partition_tidy import MOST_LONGER, REACH
 from fxpipe.passes.search import Search, table_of
 from fxpipe.passes.search_judge import Found, Judge, SearchProblem
+from fxpipe.passes.search_tidy import joined, tidied
 from fxpipe.schedule import Schedule
 
 NAME = "auto"
@@ -74,7 +74,7 @@ def search(
         n_workers=n_workers,
         progress=progress,
     )
-    found = tidied(run.judge, run.run())
+    found = tidied(run.judge, joined(run.judge, run.run()))
     plan = _plan(problem, run.judge, found, schedule_name, run.bound_ms)
     if lacking(problem, plan) > 0:
         raise PlanError(_does_not_fit(problem, plan))
@@ -146,29 +146,6 @@ def _plan(
         bound_ms=bound_ms,
         segments=segments if any(segments) else (),
     )
-
-
-def tidied(judge: Judge, found: Found) -> Found:
-    """Cuts moved to where they divide few of the model's modules, if that costs next to nothing."""
-    divides, edges = judge.problem.chain.divides, judge.problem.edges
-    if not divides:
-        return found
-    table = judge.problem.table or table_of(found, judge.problem.n_devices)
-    best = judge(replace(found.candidate, table=table), (), 0)
-    longest_ms = best.worth[1] * MOST_LONGER
-    for j in range(1, len(best.candidate.path) - 1):
-        path = best.candidate.path
-        cut = path[j]
-        near = range(max(path[j - 1] + 1, cut - REACH), min(path[j + 1], cut + REACH + 1))
-        for place in sorted(near, key=lambda e: (divides[edges[e] - 1], abs(e - cut))):
-            if divides[edges[place] - 1] >= divides[edges[cut] - 1]:
-                break
-            moved = replace(best.candidate, path=(*path[:j], place, *path[j + 1 :]))
-            tried = judge(moved, (), 0)
-            if tried.worth[0] <= best.worth[0] and tried.worth[1] <= longest_ms:
-                best = tried
-                break
-    return best
 
 
 def lacking(problem: SearchProblem, plan: Plan) -> int:
