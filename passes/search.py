@@ -42,7 +42,7 @@ from fxpipe.passes.simulate_numbers import KINDS
 from fxpipe.schedule import Action, Schedule
 
 # Actions simulated in a second by one core of 2024, with what is done besides to choose moves.
-_WORK_PER_SECOND = 1_200_000
+_WORK_PER_SECOND = 1_100_000
 _LATE = 30  # moves: a change that is no worse than what stood so long ago is kept
 # Shares of the work: to align stages, and for moves in rounds, each with half of the climbs left,
 # or of those where nothing fits yet or the order is given. The rest is for moves with an order.

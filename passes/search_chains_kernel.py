@@ -63,6 +63,39 @@ def lasting(numbers, split):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def holding(numbers, split):  # type: ignore[no-untyped-def]
+    """Bytes that each action adds to its device's, needs besides while it runs, and gives back.
+
+    As the simulator has it, but that what is received counts from the action that it is for.
+    """
+    keeps, comes_back, workspace, recompute = numbers[2:6]
+    outbox_ends, receivers, sizes, arriving = numbers[6], numbers[7], numbers[8], numbers[11]
+    n, m = recompute.shape
+    received = np.zeros((2, n), np.int64)
+    for box in range(2 * n):
+        for slot in range(outbox_ends[box - 1] if box > 0 else 0, outbox_ends[box]):
+            received[box % 2, receivers[slot]] += sizes[slot]
+    adds, needs = np.zeros(3 * n * m, np.int64), np.zeros(3 * n * m, np.int64)
+    frees = np.zeros(3 * n * m, np.int64)
+    for j in range(n):
+        for i in range(m):
+            again = 1 if recompute[j, i] else 0
+            first, second, third = j * m + i, (n + j) * m + i, (2 * n + j) * m + i
+            adds[first] = keeps[j, again] + received[0, j]
+            adds[second] = comes_back[j, again] + received[1, j]
+            needs[first] = workspace[FORWARD, j, again]
+            last = third if split[j, i] else second
+            if split[j, i]:
+                adds[second] += arriving[j]
+                needs[second] = workspace[INPUT, j, again]
+                needs[third] = workspace[WEIGHT, j, again]
+            else:
+                needs[second] = workspace[BACKWARD, j, again]
+            frees[last] = adds[first] + adds[second]
+    return adds, needs, frees
+
+
+@compiled
 def order_of(ran, n_stages, n_microbatches):  # type: ignore[no-untyped-def]
     """Of each action of a step that ran, how many began before it; W of a whole right after B."""
     order = np.zeros((3, n_stages, n_microbatches))

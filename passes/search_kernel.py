@@ -133,7 +133,7 @@ def reordered(numbers, split, capacity, order, tries, seed):  # type: ignore[no-
     n_needed = 2 * n_stages * n_microbatches + split.sum()
     no_rank, no_split = np.empty((0, 0, 0)), np.empty((0, 0), np.bool_)
     no_room, patience = np.empty(0, np.int64), 0.0
-    _, order = best_order(numbers, split, order, len(capacity), tries, seed)
+    _, order = best_order(numbers, split, order, capacity, tries, seed)
     ran = run(
         *table_by(order, split, numbers[0], len(capacity)), no_rank, no_split, no_room, patience,
         *numbers, False,

@@ -8,7 +8,7 @@ Vazacopoulos, Management Science 44, 1998).
 import numpy as np
 
 from fxpipe.jit import compiled
-from fxpipe.passes.search_chains_kernel import chained, lasting, rows_by, wired
+from fxpipe.passes.search_chains_kernel import chained, holding, lasting, rows_by, wired
 
 _REACH = 12  # places that an action goes at most
 _TENURE = 15  # tries, to twice as many, until an action may go back
@@ -107,17 +107,40 @@ def turned(run, forth):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def best_order(numbers, split, order, n_devices, tries, seed):  # type: ignore[no-untyped-def]
-    """The shortest step, by its chains alone, that so many moves from `order` come by.
+def peak_bytes(run, held, adds, needs, frees):  # type: ignore[no-untyped-def]
+    """The most that a device holds while `run` runs, from `held` on."""
+    most = 0
+    for action in run:
+        most = max(most, held + adds[action] + needs[action])
+        held += adds[action] - frees[action]
+    return most
 
-    Returns its ms and its order. Each time the best of all moves is made, be it for the worse; an
-    action that moved does not go back for some time, unless the step is the shortest so far then.
+
+@compiled
+def best_order(numbers, split, order, capacity, tries, seed):  # type: ignore[no-untyped-def]
+    """The shortest step, by its chains, that so many moves from `order` come by.
+
+    Returns its ms and its order. No move makes a device hold more than it can, or than it did. Each
+    time the best of all moves is made, be it for the worse; an action that moved does not go back
+    for some time, unless the step is the shortest so far then.
     """
     np.random.seed(seed)
     device_of, m = numbers[0], order.shape[2]
     n = len(device_of)
-    rows, place = rows_by(order, device_of, n_devices)
+    rows, place = rows_by(order, device_of, len(capacity))
     ms, wires = lasting(numbers, split), wired(numbers)
+    adds, needs, frees = holding(numbers, split)
+    held = np.zeros(rows.shape, np.int64)  # before each place
+    is_tight = numbers[10] > capacity
+    for d in range(len(capacity)):
+        held[d, 0], most = numbers[10][d], numbers[10][d]
+        for at in range(rows.shape[1]):
+            action = rows[d, at]
+            if action < 0:
+                break
+            held[d, at + 1] = held[d, at] + adds[action] - frees[action]
+            most += adds[action] + needs[action]
+        is_tight[d] = most > capacity[d]
     heads, tails, starts = np.empty(len(ms)), np.empty(len(ms)), np.empty(_REACH + 1)
     sorted_, waits = np.empty(len(ms), np.int64), np.empty(len(ms), np.int64)
     path = np.empty(len(ms), np.int64)
@@ -128,7 +151,7 @@ def best_order(numbers, split, order, n_devices, tries, seed):  # type: ignore[n
         length = critical(
             rows, place, device_of, m, ms, wires, heads, tails, step_ms, path
         )  # fmt: skip
-        least, chosen, first, last, way, ties, held = np.inf, 0, 0, 0, -1, 0, False
+        least, chosen, first, last, way, ties, tabu = np.inf, 0, 0, 0, -1, 0, False
         begin = 0
         while begin < length:
             d = device_of[path[begin] // m % n]
@@ -152,14 +175,21 @@ def best_order(numbers, split, order, n_devices, tries, seed):  # type: ignore[n
                     run = turned(row[low : high + 1], forth)
                     found_ms = reordered_ms(run, row, low, m, ms, wires, heads, tails, starts)
                     if since[forth, row[at]] > k and found_ms >= best_ms:
-                        held = True
+                        tabu = True
                         continue
+                    if found_ms > least:
+                        continue
+                    if is_tight[d]:
+                        before = peak_bytes(row[low : high + 1], held[d, low], adds, needs, frees)
+                        after = peak_bytes(run, held[d, low], adds, needs, frees)
+                        if after > max(before, capacity[d]):
+                            continue
                     ties = ties + 1 if found_ms == least else 1
                     if found_ms < least or (found_ms == least and np.random.randint(ties) == 0):
                         least, first, last, way = found_ms, low, high, forth
                         chosen = d
         if way < 0:
-            if not held:
+            if not tabu:
                 break
             since[:] = 0
             continue
@@ -168,6 +198,7 @@ def best_order(numbers, split, order, n_devices, tries, seed):  # type: ignore[n
         for at in range(first, last + 1):
             action = run[at - first]
             rows[chosen, at], place[action] = action, at
+            held[chosen, at + 1] = held[chosen, at] + adds[action] - frees[action]
             moved = at == (last if way else first)
             since[1 - way if moved else way, action] = until
         step_ms = chained(rows, place, device_of, m, ms, wires, heads, tails, sorted_, waits)

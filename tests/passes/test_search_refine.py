@@ -68,7 +68,7 @@ def test_a_better_order_runs_and_takes_what_its_chains_say(seed: int) -> None:
     judge, found, _ = drawn(seed)
     p, m = judge.problem.n_devices, judge.problem.n_microbatches
 
-    ms, order = best_order(found.numbers, found.split, found.order, p, 200, seed)
+    ms, order = best_order(found.numbers, found.split, found.order, judge.capacity, 200, seed)
     better = judge.reordered(found.candidate, found.order, 200, seed)
 
     assert sorted(order.ravel().tolist()) == list(range(order.size))
