@@ -16,6 +16,7 @@ all K holds for every plan.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from fxpipe.passes.search_atoms import Atoms
@@ -63,11 +64,19 @@ def _waiting_ms(atoms: Atoms, p: int, m: int, fewest: int, most: int) -> float:
 
     forward_ms = float(atoms.before[-1])
     there = [float(atoms.hops_there[max(0, k - (most - fewest))]) for k in range(most)]
-    back_rate = _back_rate(atoms)
+    rates = _back_rates(atoms)
     solver: Any = pywraplp.Solver.CreateSolver("GLOP")
     bounds = [solver.NumVar(0.0, forward_ms, "") for _ in range(most + 1)]
-    bounds[0].SetUb(0.0)
+    # A run has an atom at least.
+    for k in range(most + 1):
+        bounds[k].SetLb(float(atoms.before[max(0, k - (most - fewest))]))
+        bounds[k].SetUb(float(atoms.before[len(atoms.forward) - (most - k)]) if k else 0.0)
     bounds[-1].SetLb(forward_ms)
+    # What is behind a bound sends its gradients on.
+    backs = [solver.NumVar(0.0, solver.infinity(), "") for _ in bounds]
+    for bound, back in zip(bounds, backs, strict=True):
+        for rate, least_ms in rates:
+            solver.Add(back >= rate * (forward_ms - bound) + least_ms)
     waiting = solver.NumVar(0.0, solver.infinity(), "")
     for k in range(most + 1):
         if k < most:
@@ -75,9 +84,8 @@ def _waiting_ms(atoms: Atoms, p: int, m: int, fewest: int, most: int) -> float:
         begin = [bounds[j] + there[j] for j in range(k, min(most, k + p))]
         # The last run before k is back first, as far as the runs behind it send gradients on.
         for before in range(k, k - (p - len(begin)), -1):
-            back_ms = back_rate * (forward_ms - bounds[before])
-            back_ms += float(atoms.hops_back[most - before])
-            begin.append(forward_ms + there[-1] + back_ms)
+            back_ms = float(atoms.hops_back[most - before])
+            begin.append(forward_ms + there[-1] + backs[before] + back_ms)
         solver.Add(solver.Sum(begin) - m * bounds[k] <= waiting)
     solver.Minimize(waiting)
     if solver.Solve() != solver.OPTIMAL:
@@ -85,9 +93,23 @@ def _waiting_ms(atoms: Atoms, p: int, m: int, fewest: int, most: int) -> float:
     return float(waiting.solution_value()) * (1 - 1e-6)
 
 
-def _back_rate(atoms: Atoms) -> float:
-    """Ms of gradients on their way for each of the forward, of all that is behind any place."""
-    forward_ms = atoms.before[-1] - atoms.before[:-1]
-    back_ms = atoms.after[1:][::-1]
-    some = forward_ms > 0
-    return float((back_ms[some] / forward_ms[some]).min()) if some.any() else 0.0
+def _back_rates(atoms: Atoms) -> list[tuple[float, float]]:
+    """Lines, as rate and ms, under the gradients' way through all that is behind any place.
+
+    Each is of the lower hull of that over the forward of what is behind the place.
+    """
+    behind = zip(
+        (atoms.before[-1] - atoms.before[::-1]).tolist(), atoms.after.tolist(), strict=True
+    )
+    hull: list[tuple[float, float]] = []
+    for x, y in behind:
+        if hull and x <= hull[-1][0]:
+            continue  # takes no time forward
+        while len(hull) > 1 and _rate(hull[-2], hull[-1]) >= _rate(hull[-2], (x, y)):
+            hull.pop()
+        hull.append((x, y))
+    return [(rate := _rate(a, b), a[1] - rate * a[0]) for a, b in pairwise(hull)]
+
+
+def _rate(a: tuple[float, float], b: tuple[float, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])

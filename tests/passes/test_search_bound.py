@@ -60,6 +60,27 @@ def test_as_many_micro_batches_as_devices_wait_at_the_turn() -> None:
     assert bound(equal(2), 2, 2) == pytest.approx((2 * 6 + 2) / 2)
 
 
+def test_devices_wait_for_micro_batches_that_begin_one_after_another() -> None:
+    chain = equal(33, 0.5)
+    first = replace(chain.blocks[0], forward_ms=4.0, backward_ms=0.0, weight_gradient_ms=0.0)
+    slow = replace(chain, blocks=(first, *chain.blocks[1:]))
+
+    # 8 of 4 + 48 ms; the second device waits for one begun micro-batch, the fourth for three.
+    assert bound(slow, 4, 8) == pytest.approx((8 * 52 + 4 + 8 + 12) / 4)
+    # Of two there is never a third; the forward of one takes 20 ms.
+    assert bound(slow, 4, 2) >= (2 * 52 + 4 + 20 + 20) / 4
+
+
+def test_a_long_last_block_has_to_come_back_before_all_others() -> None:
+    chain, slow = equal(32, 0.5, n_bytes=1), Network(Link(0.25, 1e30))
+    last = replace(chain.blocks[-1], forward_ms=3.0, backward_ms=6.0, weight_gradient_ms=3.0)
+    longer = replace(chain, blocks=(*chain.blocks[:-1], last))
+
+    # Besides its 9 ms for each micro-batch, the other device waits for its F and I.
+    more_ms = bound(longer, 2, 2, slow) - bound(chain, 2, 2, slow)
+    assert more_ms >= (2 * (9 - 1.5) + 2.0) / 2
+
+
 def test_smaller_stages_begin_sooner_but_cost_messages() -> None:
     slow = Network(Link(0.25, 1e30))
     bounds = [bound(equal(n, 24 / n, n_bytes=1), 2, 2, slow) for n in (2, 4, 8, 16, 96)]
