@@ -13,9 +13,9 @@ from fxpipe.passes.partition_costs import crossing
 from fxpipe.passes.partition_path import Path
 from fxpipe.passes.search_alike_kernel import alike_path
 from fxpipe.passes.search_chain import chain_arrays, links_of
-from fxpipe.passes.search_chains_kernel import carried_ms, order_of
 from fxpipe.passes.search_cut_kernel import cut
 from fxpipe.passes.search_shift_kernel import best_shift
+from fxpipe.passes.search_shop_kernel import carried_ms, order_of
 from fxpipe.passes.simulate_kernel import run
 from fxpipe.passes.simulate_numbers import rows_of
 from fxpipe.schedule import Schedule

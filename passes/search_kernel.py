@@ -1,4 +1,4 @@
-"""Orders of actions, on arrays alone: ranks to choose by, and better ones from a step that ran.
+"""Orders of actions, on arrays alone: ranks to choose by, and the best rows near an order.
 
 The latest times at which a step's actions could have started are the next try's ranks.
 """
@@ -6,7 +6,7 @@ The latest times at which a step's actions could have started are the next try's
 import numpy as np
 
 from fxpipe.jit import compiled
-from fxpipe.passes.search_chains_kernel import table_by
+from fxpipe.passes.search_shop_kernel import table_by
 from fxpipe.passes.search_tabu_kernel import best_order
 from fxpipe.passes.simulate_event_kernel import BACKWARD, FORWARD, INPUT, WEIGHT
 from fxpipe.passes.simulate_kernel import run

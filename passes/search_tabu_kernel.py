@@ -8,7 +8,7 @@ Vazacopoulos, Management Science 44, 1998).
 import numpy as np
 
 from fxpipe.jit import compiled
-from fxpipe.passes.search_chains_kernel import chained, holding, lasting, rows_by, wired
+from fxpipe.passes.search_shop_kernel import chained, holding, lasting, rows_by, wired
 
 _REACH = 12  # places that an action goes at most
 _TENURE = 15  # tries, to twice as many, until an action may go back
