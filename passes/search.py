@@ -42,11 +42,11 @@ from fxpipe.passes.simulate_numbers import KINDS
 from fxpipe.schedule import Action, Schedule
 
 # Actions simulated in a second by one core of 2024, with what is done besides to choose moves.
-_WORK_PER_SECOND = 1_100_000
+_WORK_PER_SECOND = 1_500_000
 _LATE = 30  # moves: a change that is no worse than what stood so long ago is kept
 # Shares of the work: to align stages, and for moves in rounds, each with half of the climbs left,
 # or of those where nothing fits yet or the order is given. The rest is for moves with an order.
-_ALIGN, _MOVES, _MOVES_ALONE = 0.1, 0.2, 0.7
+_ALIGN, _MOVES, _MOVES_ALONE = 0.1, 0.4, 0.7
 # A climb soon comes to where it stays: for each so many actions of work there is another one of
 # each shape, up to so many.
 _ANOTHER, _MOST_CLIMBS = 8_000_000, 8

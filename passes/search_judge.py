@@ -1,7 +1,7 @@
 """What the search looks at, candidates, and the judge that tells what one is worth."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,20 @@ from fxpipe.passes.search_alike_kernel import alike_path
 from fxpipe.passes.search_chain import chain_arrays, links_of
 from fxpipe.passes.search_cut_kernel import cut
 from fxpipe.passes.search_shift_kernel import best_shift
-from fxpipe.passes.search_shop_kernel import carried_ms, order_of
+from fxpipe.passes.search_shop_kernel import order_of, table_by
+from fxpipe.passes.search_tabu_kernel import best_order
 from fxpipe.passes.simulate_kernel import run
 from fxpipe.passes.simulate_numbers import rows_of
 from fxpipe.schedule import Schedule
 
 _PRICES = 24  # steps of the price of memory
-# What a move of an action takes, of what it takes to simulate one action of each stage and
+# What a move of an action takes, in actions simulated: for itself, and for each stage and
 # micro-batch.
-_TRY = 0.15
+_TRY, _TRY_EACH = 15, 0.25
+_ROOMS = 2  # how often devices choose in less room than they had
+# What `run` takes where devices follow a table, and where they choose.
+_CHOOSES_NOT = (np.empty((0, 0, 0)), np.empty((0, 0), np.bool_), np.empty(0, np.int64), 0.0)
+_NO_ROWS = (np.empty(0, np.int64), np.empty(0, np.int8), *(np.empty(0, np.int32),) * 2)
 
 _Ints = NDArray[np.int64]
 
@@ -153,17 +158,33 @@ class Judge:
         """`candidate` in the best order that so many moves from `order` come by."""
         numbers, _ = self.numbers(candidate)
         split = self._split(candidate)
-        over, step_ms, work, ran = kernel.reordered(
-            numbers, split, self.capacity, order, tries, seed
+        _, order = best_order(numbers, split, order, self.capacity, tries, seed)
+        rows = table_by(order, split, numbers[0], len(self.capacity))
+        found = self._ran(rows, _CHOOSES_NOT, candidate, numbers, split)
+        work, room = (
+            len(found.ran[0]) + tries * (_TRY + split.size * _TRY_EACH),
+            self.capacity.copy(),
         )
-        worth = int(over), float(step_ms)
-        return Found(worth, candidate, numbers, split, ran, work + tries * split.size * _TRY)
+        for _ in range(_ROOMS if found.worth[0] else 0):
+            chosen = self._ran(_NO_ROWS, (order, split, room, 0.0), candidate, numbers, split)
+            work += len(chosen.ran[0])
+            found = min(found, chosen, key=lambda one: one.worth)
+            room -= np.maximum(chosen.ran[7] - self.capacity, 0)
+        return replace(found, work=work)
 
     def carried_ms(self, candidate: Candidate, order: NDArray[np.float64]) -> float:
         """How long the step of `candidate` is in this order, whatever the memory."""
         numbers, _ = self.numbers(candidate)
-        split = self._split(candidate)
-        return float(carried_ms(numbers, split, order, self.problem.n_devices))
+        return float(best_order(numbers, self._split(candidate), order, self.capacity, 0, 0)[0])
+
+    def _ran(
+        self, rows: Any, choice: Any, candidate: Candidate, numbers: Any, split: NDArray[np.bool_]
+    ) -> Found:
+        """The step of a table, or of devices that choose."""
+        ran = run(*rows, *choice, *numbers, False)
+        over, step_ms = kernel.judge(ran, 2 * split.size + split.sum(), self.capacity)
+        worth = int(over), float(step_ms)
+        return Found(worth, candidate, numbers, split, ran, len(ran[0]))
 
     def _split(self, candidate: Candidate) -> NDArray[np.bool_]:
         """By stage and micro-batch, whether the backward is in halves."""
@@ -203,18 +224,7 @@ class Judge:
         # takes its place.
         if id(table) not in self._rows:
             self._rows[id(table)] = (table, rows_of(table))
-        ran = run(
-            *self._rows[id(table)][1],
-            np.empty((0, 0, 0)),
-            np.empty((0, 0), np.bool_),
-            np.empty(0, np.int64),
-            0.0,
-            *numbers,
-            False,
-        )
-        over, step_ms = kernel.judge(ran, len(ran[0]), self.capacity)
-        worth = int(over), float(step_ms)
-        return Found(worth, candidate, numbers, split, ran, len(ran[0]))
+        return self._ran(self._rows[id(table)][1], _CHOOSES_NOT, candidate, numbers, split)
 
 
 def shapes(n_devices: int, loops: Sequence[int]) -> list[tuple[int, ...]]:

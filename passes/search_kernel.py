@@ -1,4 +1,4 @@
-"""Orders of actions, on arrays alone: ranks to choose by, and the best rows near an order.
+"""Orders of actions, on arrays alone: ranks to choose by, and better ones from a step that ran.
 
 The latest times at which a step's actions could have started are the next try's ranks.
 """
@@ -6,12 +6,8 @@ The latest times at which a step's actions could have started are the next try's
 import numpy as np
 
 from fxpipe.jit import compiled
-from fxpipe.passes.search_shop_kernel import table_by
-from fxpipe.passes.search_tabu_kernel import best_order
 from fxpipe.passes.simulate_event_kernel import BACKWARD, FORWARD, INPUT, WEIGHT
 from fxpipe.passes.simulate_kernel import run
-
-_ROOMS = 2  # how often devices choose in less room than they had
 
 
 @compiled
@@ -120,40 +116,3 @@ def attempt(numbers, split, capacity, groups, patiences, rounds):  # type: ignor
             else:
                 rank = latest_starts(*ran[:6], numbers, len(capacity))
     return best_over, best_ms, work, best
-
-
-@compiled
-def reordered(numbers, split, capacity, order, tries, seed):  # type: ignore[no-untyped-def]
-    """The step of these stages in the best order that `tries` moves from `order` come by.
-
-    Where that is too large, its devices choose by it instead, in the room that there is. Returns
-    what `attempt` does.
-    """
-    n_stages, n_microbatches = numbers[5].shape
-    n_needed = 2 * n_stages * n_microbatches + split.sum()
-    no_rank, no_split = np.empty((0, 0, 0)), np.empty((0, 0), np.bool_)
-    no_room, patience = np.empty(0, np.int64), 0.0
-    _, order = best_order(numbers, split, order, capacity, tries, seed)
-    ran = run(
-        *table_by(order, split, numbers[0], len(capacity)), no_rank, no_split, no_room, patience,
-        *numbers, False,
-    )  # fmt: skip
-    work = len(ran[0])
-    over, step_ms = judge(ran, n_needed, capacity)
-    no_rows = np.empty(0, np.int64)
-    no_kinds, no_stages = np.empty(0, np.int8), np.empty(0, np.int32)
-    room = capacity.copy()
-    for _ in range(_ROOMS):
-        if over == 0:
-            break
-        chosen = run(
-            no_rows, no_kinds, no_stages, no_stages, order, split, room, patience, *numbers, False
-        )
-        work += len(chosen[0])
-        chosen_over, chosen_ms = judge(chosen, n_needed, capacity)
-        if chosen_over < over:
-            over, step_ms, ran = chosen_over, chosen_ms, chosen
-        if len(chosen[0]) < n_needed:
-            break
-        room = room - np.maximum(chosen[7] - capacity, 0)
-    return over, step_ms, work, ran

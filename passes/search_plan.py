@@ -10,10 +10,11 @@ from fxpipe.errors import PlanError
 from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
 from fxpipe.passes import checkpoints, search_order
 from fxpipe.passes.order_whole import whole_where_it_pays
-from fxpipe.passes.partition_costs import edges_of, evaluate, size_text
+from fxpipe.passes.partition_costs import edges_of, evaluate, segmented_costs, size_text
 from fxpipe.passes.search import Search, table_of
 from fxpipe.passes.search_judge import Found, Judge, SearchProblem
 from fxpipe.passes.search_tidy import joined, tidied
+from fxpipe.passes.simulate import simulate
 from fxpipe.schedule import Schedule
 
 NAME = "auto"
@@ -123,25 +124,36 @@ def _plan(
     segments = tuple(runs(again.tolist(), begin, end) for begin, end in pairwise(bounds))
     checkpoint = checkpoints.place(CheckpointMode.NEVER, len(segments))
 
-    estimated = partial(
-        evaluate,
+    table = problem.table or table_of(found, problem.n_devices)
+    if schedule_name != GIVEN:
+        stages, messages = segmented_costs(
+            problem.chain, bounds[1:-1], problem.training_factor, segments
+        )
+        step = partial(
+            simulate,
+            stages=stages,
+            messages=messages,
+            network=problem.network,
+            recompute=checkpoints.recompute_table(checkpoint, problem.n_microbatches),
+            record=False,
+        )
+        table = whole_where_it_pays(table, step, problem.capacity_bytes)
+    estimate = evaluate(
         problem.chain,
         bounds[1:-1],
+        schedule=table,
         checkpoint=checkpoint,
         network=problem.network,
         training_factor=problem.training_factor,
         segments=segments,
     )
-    table = problem.table or table_of(found, problem.n_devices)
-    if schedule_name != GIVEN:
-        table = whole_where_it_pays(table, estimated, problem.capacity_bytes)
     return Plan(
         cuts=bounds[1:-1],
         stage_to_device=table.stage_to_device,
         schedule_name=schedule_name,
         schedule=table,
         checkpoint=checkpoint,
-        estimate=estimated(schedule=table),
+        estimate=estimate,
         solver="search",
         bound_ms=bound_ms,
         segments=segments if any(segments) else (),

@@ -16,9 +16,9 @@ from fxpipe.passes.search_moves import moved
 
 _DRAWN = (1, 2, 4, 8)  # moves that one is chosen of
 _TRIES = 100  # to better an order after a move
-# What it takes to look at a move, of what it takes to simulate one action of each stage and
+# What it takes to look at a move, in actions simulated: for itself, and for each stage and
 # micro-batch.
-_LOOK = 0.5
+_LOOK, _LOOK_EACH = 250, 0.5
 
 
 def refined(judge: Judge, here: Found, random: Random) -> Found:
@@ -34,7 +34,7 @@ def refined(judge: Judge, here: Found, random: Random) -> Found:
             best, least = candidate, step_ms
     seed = random.randrange(2**31)
     found = judge.reordered(best, carried(order, here.candidate, best), _TRIES, seed)
-    return replace(found, work=found.work + n_drawn * order[0].size * _LOOK)
+    return replace(found, work=found.work + n_drawn * (_LOOK + order[0].size * _LOOK_EACH))
 
 
 def carried(order: NDArray[np.float64], before: Candidate, after: Candidate) -> NDArray[np.float64]:

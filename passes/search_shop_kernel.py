@@ -206,15 +206,3 @@ def chained(rows, place, device_of, m, ms, wires, heads, tails, sorted_, waits):
             tail = max(tail, tails[other] + ms[other] + after_ms[node, k])
         tails[action] = tail
     return step_ms
-
-
-@compiled
-def carried_ms(numbers, split, order, n_devices):  # type: ignore[no-untyped-def]
-    """The step's ms if actions run in this order."""
-    device_of, m = numbers[0], order.shape[2]
-    rows, place = rows_by(order, device_of, n_devices)
-    ms = lasting(numbers, split)
-    heads, tails = np.empty(len(ms)), np.empty(len(ms))
-    sorted_, waits = np.empty(len(ms), np.int64), np.empty(len(ms), np.int64)
-    wires = wired(numbers)
-    return chained(rows, place, device_of, m, ms, wires, heads, tails, sorted_, waits)

@@ -7,7 +7,7 @@ from fxpipe.passes.search import table_of
 from fxpipe.passes.search_judge import Candidate, Found, Judge
 from fxpipe.passes.search_refine import carried
 
-_TRIES = 100  # to make up for a join by another order
+_TRIES = 30  # to make up for a join by another order
 
 
 def joined(judge: Judge, found: Found) -> Found:
