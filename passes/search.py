@@ -43,6 +43,8 @@ from fxpipe.schedule import Action, Schedule
 
 # Actions simulated in a second by one core of 2024, with what is done besides to choose moves.
 _WORK_PER_SECOND = 1_500_000
+# What comes after the search, of its time.
+_FINISH_S = 0.4
 _LATE = 30  # moves: a change that is no worse than what stood so long ago is kept
 # Shares of the work: to align stages, and for moves in rounds, each with half of the climbs left,
 # or of those where nothing fits yet or the order is given. The rest is for moves with an order.
@@ -72,6 +74,7 @@ class _Climb:
     late: list[tuple[int, float]]
     random: Random
     moves: int = 0
+    work: float = 0.0  # to begin
 
 
 class Search:
@@ -90,7 +93,7 @@ class Search:
         self.problem = problem
         self.seed = seed
         self.n_workers = n_workers
-        self.budget = _WORK_PER_SECOND * time_limit_s * n_workers
+        self.budget = _WORK_PER_SECOND * max(0.0, time_limit_s - _FINISH_S) * n_workers
         self.n_climbs = min(1 + int(self.budget / _ANOTHER), _MOST_CLIMBS)
         self.time_limit_s = time_limit_s
         self.ends_at = float("inf")
@@ -148,18 +151,20 @@ class Search:
             for table in tables(problem.n_devices, problem.n_microbatches, problem.loops)
             if table.n_stages <= most
         ]
-        of_tables = pool.map(self._begin, (table.stage_to_device for table in named), named)
+        of_tables = [*pool.map(self._begin, (t.stage_to_device for t in named), named)]
         chosen = [s for s in shapes(problem.n_devices, problem.loops) if len(s) <= most]
-        of_shapes = pool.map(self._begin, chosen)
+        of_shapes = [*pool.map(self._begin, chosen)]
+        self.budget -= sum(climb.work for climb in (*of_tables, *of_shapes))
         return [*sorted(of_tables, key=lambda climb: climb.best.worth)[:_NAMED], *of_shapes]
 
     def _begin(self, shape: tuple[int, ...], table: Schedule | None = None) -> _Climb:
         """Equal times, and the lowest price of memory at which that fits."""
         p, m = self.problem.n_devices, self.problem.n_microbatches
         path = even_path(self.problem.chain, self.problem.edges, len(shape))
-        found = None
+        found, work = None, 0.0
         for step in range(len(self.judge.prices)):
             tried = self.judge(Candidate(path, shape, (step,) * len(shape), m, table), (1, p, m), 3)
+            work += tried.work
             if found is None or tried.worth < found.worth:
                 found = tried
             if not tried.worth[0]:
@@ -167,9 +172,10 @@ class Search:
         assert found is not None
         for halved in self.judge.halvings[1:] if table is None else ():
             tried = self.judge(replace(found.candidate, halved=halved), (1, p, m), 3)
+            work += tried.work
             found = min(found, tried, key=lambda one: one.worth)
         random = Random(f"{self.seed} {shape} {table is None}")
-        return _Climb(found, found, [found.worth] * _LATE, random)
+        return _Climb(found, found, [found.worth] * _LATE, random, work=work)
 
     def _align(self, climb: _Climb, work: float) -> None:
         """Stages alike, then smaller ones for devices that have more to do than others."""

@@ -17,7 +17,7 @@ NETWORK = Network(Link(0.01, 1e5))
 @pytest.fixture(autouse=True)
 def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the limit in seconds, a guard that hangs on the machine, is never met."""
-    monkeypatch.setattr(search_module, "_WORK_PER_SECOND", 1000)
+    monkeypatch.setattr(search_module, "_WORK_PER_SECOND", 10_000)
 
 
 def planned(
