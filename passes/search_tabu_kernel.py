@@ -117,21 +117,10 @@ def peak_bytes(run, held, adds, needs, frees):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def best_order(numbers, split, order, capacity, tries, seed):  # type: ignore[no-untyped-def]
-    """The shortest step, by its chains, that so many moves from `order` come by.
-
-    Returns its ms and its order. No move makes a device hold more than it can, or than it did. Each
-    time the best of all moves is made, be it for the worse; an action that moved does not go back
-    for some time, unless the step is the shortest so far then.
-    """
-    np.random.seed(seed)
-    device_of, m = numbers[0], order.shape[2]
-    n = len(device_of)
-    rows, place = rows_by(order, device_of, len(capacity))
-    ms, wires = lasting(numbers, split), wired(numbers)
-    adds, needs, frees = holding(numbers, split)
-    held = np.zeros(rows.shape, np.int64)  # before each place
-    is_tight = numbers[10] > capacity
+def held_before(rows, numbers, holds, capacity):  # type: ignore[no-untyped-def]
+    """What each device holds before each place of its row; whether it has not room for all."""
+    adds, needs, frees = holds
+    held, is_tight = np.zeros(rows.shape, np.int64), numbers[10] > capacity
     for d in range(len(capacity)):
         held[d, 0], most = numbers[10][d], numbers[10][d]
         for at in range(rows.shape[1]):
@@ -141,6 +130,71 @@ def best_order(numbers, split, order, capacity, tries, seed):  # type: ignore[no
             held[d, at + 1] = held[d, at] + adds[action] - frees[action]
             most += adds[action] + needs[action]
         is_tight[d] = most > capacity[d]
+    return held, is_tight
+
+
+@compiled
+def best_move(  # type: ignore[no-untyped-def]
+    runs, rows, place, device_of, m, ms, wires, heads, tails, starts,
+    held, is_tight, holds, capacity, free_ms, is_tabu,
+):  # fmt: skip
+    """Of an action to an end of its run among `runs`: device, first and last place, way, 1 forth.
+
+    Way -1: none may be made; -2: none but those that are tabu, as long as no step is under
+    `free_ms`.
+    """
+    n, begin = len(device_of), 0
+    least, chosen, first, last, way, ties = np.inf, 0, 0, 0, -1, 0
+    while begin < len(runs):
+        d = device_of[runs[begin] // m % n]
+        end = begin + 1
+        while end < len(runs) and device_of[runs[end] // m % n] == d:
+            end += 1
+        a, b = place[runs[begin]], place[runs[end - 1]]
+        row, begin = rows[d], end
+        for at in range(a, b + 1):
+            for forth in range(2):
+                # Two neighbours change places in one way only.
+                if at == (b if forth else a) or (not forth and at == a + 1 and b == at):
+                    continue
+                low, high = (at, b) if forth else (a, at)
+                if high - low > _REACH:
+                    continue
+                if not can_pass(
+                    row[at], row[high if forth else low], forth, m, ms, wires, heads, tails
+                ):
+                    continue
+                run = turned(row[low : high + 1], forth)
+                found_ms = reordered_ms(run, row, low, m, ms, wires, heads, tails, starts)
+                if is_tabu[forth, row[at]] and found_ms >= free_ms:
+                    way = -2 if way == -1 else way
+                    continue
+                if found_ms > least:
+                    continue
+                if is_tight[d]:
+                    before = peak_bytes(row[low : high + 1], held[d, low], *holds)
+                    after = peak_bytes(run, held[d, low], *holds)
+                    if after > max(before, capacity[d]):
+                        continue
+                ties = ties + 1 if found_ms == least else 1
+                if ties == 1 or np.random.randint(ties) == 0:
+                    least, chosen, first, last, way = found_ms, d, low, high, forth
+    return chosen, first, last, way
+
+
+@compiled
+def best_order(numbers, split, order, capacity, tries, seed):  # type: ignore[no-untyped-def]
+    """The shortest step, by its chains, that so many moves from `order` come by.
+
+    Returns its ms and its order. No move makes a device hold more than it can, or than it did. Each
+    time the best of all moves is made, be it for the worse; an action that moved does not go back
+    for some time, unless the step is the shortest so far then.
+    """
+    np.random.seed(seed)
+    device_of, m = numbers[0], order.shape[2]
+    rows, place = rows_by(order, device_of, len(capacity))
+    ms, wires, holds = lasting(numbers, split), wired(numbers), holding(numbers, split)
+    held, is_tight = held_before(rows, numbers, holds, capacity)
     heads, tails, starts = np.empty(len(ms)), np.empty(len(ms)), np.empty(_REACH + 1)
     sorted_, waits = np.empty(len(ms), np.int64), np.empty(len(ms), np.int64)
     path = np.empty(len(ms), np.int64)
@@ -151,54 +205,21 @@ def best_order(numbers, split, order, capacity, tries, seed):  # type: ignore[no
         length = critical(
             rows, place, device_of, m, ms, wires, heads, tails, step_ms, path
         )  # fmt: skip
-        least, chosen, first, last, way, ties, tabu = np.inf, 0, 0, 0, -1, 0, False
-        begin = 0
-        while begin < length:
-            d = device_of[path[begin] // m % n]
-            end = begin + 1
-            while end < length and device_of[path[end] // m % n] == d:
-                end += 1
-            a, b = place[path[begin]], place[path[end - 1]]
-            row, begin = rows[d], end
-            for at in range(a, b + 1):
-                for forth in range(2):
-                    # Two neighbours change places in one way only.
-                    if at == (b if forth else a) or (not forth and at == a + 1 and b == at):
-                        continue
-                    low, high = (at, b) if forth else (a, at)
-                    if high - low > _REACH:
-                        continue
-                    if not can_pass(
-                        row[at], row[high if forth else low], forth, m, ms, wires, heads, tails
-                    ):
-                        continue
-                    run = turned(row[low : high + 1], forth)
-                    found_ms = reordered_ms(run, row, low, m, ms, wires, heads, tails, starts)
-                    if since[forth, row[at]] > k and found_ms >= best_ms:
-                        tabu = True
-                        continue
-                    if found_ms > least:
-                        continue
-                    if is_tight[d]:
-                        before = peak_bytes(row[low : high + 1], held[d, low], adds, needs, frees)
-                        after = peak_bytes(run, held[d, low], adds, needs, frees)
-                        if after > max(before, capacity[d]):
-                            continue
-                    ties = ties + 1 if found_ms == least else 1
-                    if found_ms < least or (found_ms == least and np.random.randint(ties) == 0):
-                        least, first, last, way = found_ms, low, high, forth
-                        chosen = d
-        if way < 0:
-            if not tabu:
-                break
+        d, first, last, way = best_move(
+            path[:length], rows, place, device_of, m, ms, wires, heads, tails, starts,
+            held, is_tight, holds, capacity, best_ms, since > k,
+        )  # fmt: skip
+        if way == -1:
+            break
+        if way == -2:
             since[:] = 0
             continue
-        run = turned(rows[chosen, first : last + 1], way)
+        run = turned(rows[d, first : last + 1], way)
         until = k + _TENURE + np.random.randint(_TENURE)
         for at in range(first, last + 1):
             action = run[at - first]
-            rows[chosen, at], place[action] = action, at
-            held[chosen, at + 1] = held[chosen, at] + adds[action] - frees[action]
+            rows[d, at], place[action] = action, at
+            held[d, at + 1] = held[d, at] + holds[0][action] - holds[2][action]
             moved = at == (last if way else first)
             since[1 - way if moved else way, action] = until
         step_ms = chained(rows, place, device_of, m, ms, wires, heads, tails, sorted_, waits)
