@@ -10,7 +10,8 @@ Whatever the plan, for each number of devices that work:
    forwards only: those of all devices together last no longer than m times the chain's, nor than
    those whose saved bytes fit at once.
 4. Small stages let devices begin soon, but cost messages (search_ramp.py).
-5. The device of an atom does each of its actions m times, after what has to come before the first
+5. Micro-batches follow one another through each atom (search_flow.py).
+6. The device of an atom does each of its actions m times, after what has to come before the first
    of them and before what has to come after the last.
 """
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from fxpipe.ir import Chain, Network
 from fxpipe.passes.search_atoms import Atoms, atoms_of
+from fxpipe.passes.search_flow import following_ms
 from fxpipe.passes.search_ramp import ramp_ms
 
 
@@ -59,13 +61,15 @@ def lower_bound_ms(
         there_and_back_ms = end_ms + back_ms + float(back[-1])
         longest_ms = longest_atom_ms(atoms, m, float(there[-1]), float(back[-1]))
         bounds.append(max((work_ms + idle_ms) / used, there_and_back_ms, longest_ms))
-    # The ramps take longer to find: only of the number of devices that the bound hangs on.
+    # These take longer to find: only of the number of devices that the bound hangs on.
     for _ in bounds:
         used = 1 + int(np.argmin(bounds))
-        ramp = ramp_ms(atoms, used, m) if used > 1 and m <= used else 0.0
-        if (work_ms + ramp) / used <= bounds[used - 1]:
+        idle_ms = following_ms(atoms, used, m)
+        if 1 < used >= m:
+            idle_ms = max(idle_ms, ramp_ms(atoms, used, m))
+        if (work_ms + idle_ms) / used <= bounds[used - 1]:
             break
-        bounds[used - 1] = (work_ms + ramp) / used
+        bounds[used - 1] = (work_ms + idle_ms) / used
     return float(min(bounds)) * (1 - 1e-9)
 
 

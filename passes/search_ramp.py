@@ -8,7 +8,8 @@ the least that k - 1 messages take be when it can begin. At a run k, of the devi
 1. each can begin its next run among k ... K no sooner than that run; no two have the same one;
 2. or it has none, then it waits for the gradient of its last run before k;
 3. until then it can do no more than m times the forward of its runs before k; those of all devices
-   together last m * b[k-1].
+   together last m * b[k-1];
+4. when the first micro-batch has come to the end, the others follow it back (search_flow.py).
 
 So the devices' waiting, all together, is at least the sum of these times less m * b[k-1], at each
 of the runs. A linear program finds the b that make the largest of these smallest; the least over
@@ -20,6 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 from fxpipe.passes.search_atoms import Atoms
+from fxpipe.passes.search_flow import turn_ms
 
 # Numbers of runs are taken together that differ by less than this share.
 _TOGETHER = 8
@@ -33,19 +35,21 @@ def ramp_ms(atoms: Atoms, n_devices: int, n_microbatches: int) -> float:
     Says little where there are more micro-batches than devices.
     """
     p, m, least_ms, most = n_devices, n_microbatches, float("inf"), 0
+    after_turn_ms = turn_ms(atoms, p, m)
+
+    def behind_all_forwards(n_runs: int) -> float:
+        forward_ms = float(atoms.before[-1])
+        begin_ms = forward_ms + float(atoms.hops_there[n_runs - 1])
+        return p * begin_ms - m * forward_ms + after_turn_ms
+
     for fewest, most in _numbers_of_runs(p, min(len(atoms.forward), _MOST_LOOPS * p)):
-        # Every device is behind all forwards.
-        if _messages_ms(atoms, p, m, fewest) >= least_ms:
+        turned_ms = behind_all_forwards(fewest)
+        if turned_ms >= least_ms:
             return least_ms
-        least_ms = min(least_ms, _waiting_ms(atoms, p, m, fewest, most))
+        least_ms = min(least_ms, max(turned_ms, _waiting_ms(atoms, p, m, fewest, most)))
     if most < len(atoms.forward):
-        least_ms = min(least_ms, _messages_ms(atoms, p, m, most + 1))
+        least_ms = min(least_ms, behind_all_forwards(most + 1))
     return least_ms
-
-
-def _messages_ms(atoms: Atoms, p: int, m: int, n_runs: int) -> float:
-    forward_ms = float(atoms.before[-1])
-    return p * (forward_ms + float(atoms.hops_there[n_runs - 1])) - m * forward_ms
 
 
 def _numbers_of_runs(fewest: int, end: int) -> Iterator[tuple[int, int]]:

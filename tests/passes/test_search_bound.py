@@ -81,6 +81,25 @@ def test_a_long_last_block_has_to_come_back_before_all_others() -> None:
     assert more_ms >= (2 * (9 - 1.5) + 2.0) / 2
 
 
+def test_micro_batches_follow_one_another_through_a_long_block() -> None:
+    chain = equal(33, 0.5)
+    long = replace(chain.blocks[1], forward_ms=4.0, backward_ms=0.0, weight_gradient_ms=0.0)
+    slow = replace(chain, blocks=(chain.blocks[0], long, *chain.blocks[2:]))
+
+    # When the fourth comes to it after 12.5 ms, there were 8 * 0.5 + 12 + 8 + 4 ms of forwards.
+    assert bound(slow, 4, 8) == pytest.approx((8 * (4 + 32 * 1.5) + 50 - 28) / 4, rel=1e-3)
+
+
+def test_micro_batches_follow_one_another_back_from_a_long_last_block() -> None:
+    blocks = [block(f"b{k}", 0.5, 1.0, saved=1, weight_gradient_ms=0.5) for k in range(41)]
+    blocks[-1] = replace(blocks[-1], forward_ms=3.0, backward_ms=3.0, weight_gradient_ms=0.0)
+
+    # The second turns there 6 ms after the first. 9 ms after it, the first has been in the last
+    # block for 3 ms and left 12 ms of backwards of others, the second has been in it for 3 ms.
+    least_ms = (4 * (40 * 1.5 + 6) + 4 * 9 - (3 + 12 + 3)) / 4
+    assert least_ms <= bound(plain(blocks), 4, 4) <= least_ms + 0.5
+
+
 def test_smaller_stages_begin_sooner_but_cost_messages() -> None:
     slow = Network(Link(0.25, 1e30))
     bounds = [bound(equal(n, 24 / n, n_bytes=1), 2, 2, slow) for n in (2, 4, 8, 16, 96)]
