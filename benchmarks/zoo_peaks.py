@@ -84,6 +84,7 @@ def measure(name: str) -> Row:
                     schedule=case.schedule,
                     checkpoint=case.checkpoint,
                     profile=profile,
+                    loss_fn=loss_fn,
                 )
             capture, profile = mock.Mock(return_value=package.capture), package.profile
             row[case] = peaks(package, inputs)

@@ -5,16 +5,20 @@ the name anew, or a backward keeps the value anyway. Two cases are others:
 
 - The parts of a `torch.cat` are as large as the result, and no backward of its own keeps them.
 - A module's forward has returned, but its lines are not a method of their own, as where a cut
-  divides it: its variables would live on with those of the class around it.
+  divides it: its variables would live on with those of the class around it, or until another
+  module's lines bind them anew.
 """
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
 from fxpipe.codegen.scope import Scope
 from fxpipe.interpret import MODE
 from fxpipe.ir import Capture, Profile
+from fxpipe.source import calls_around
 from fxpipe.variables import GIVEN_UP, JOINS, frames
 
 # What is smaller than this part of the largest value is left, for fewer lines.
@@ -37,26 +41,39 @@ def mark(capture: Capture, profile: Profile) -> None:
 def outlived(scope: Scope, names: Mapping[str, str]) -> dict[fx.Node, list[fx.Node]]:
     """By op: the values whose variables would hold memory behind it for nobody.
 
-    No value of the same memory is read any more, and no other line binds the variable anew.
+    No value of the same memory is read any more, and no later line binds the variable anew, of the
+    same call or of one around it.
     """
     place = {node: k for k, node in enumerate(scope.nodes)}
-    over, others = _over(scope, place), _others(scope)
-    bound = {names[node.name]: k for node, k in place.items() if node.name in names}
+    calls, ends = frames(scope.nodes)
+    over, others = _over(place, calls, ends), _others(scope)
+    bound: dict[str, list[int]] = defaultdict(list)
+    for node, k in place.items():
+        if node.name in names:
+            bound[names[node.name]].append(k)
     found: dict[fx.Node, list[fx.Node]] = {}
     for value in scope.nodes:
         storage = value.meta.get(GIVEN_UP)
         if storage is None or storage in others or value.name not in names:
             continue
         last = scope.nodes[over[storage]]
-        holds = bound[names[value.name]] == place[value]
+        places = bound[names[value.name]]
+        anew = next(iter(places[bisect_right(places, place[value]) :]), None)
+        holds = anew is None or (anew > over[storage] and calls[anew] not in _around(value))
         if holds and last is not scope.nodes[-1] and value.meta.get(MODE) == last.meta.get(MODE):
             found.setdefault(last, []).append(value)
     return found
 
 
-def _over(scope: Scope, place: Mapping[fx.Node, int]) -> dict[str, int]:
+def _around(value: fx.Node) -> set[str]:
+    """The calls whose lines a value's may bind, as `frames` names them."""
+    return {"", *(key for _, key in calls_around(value))}
+
+
+def _over(
+    place: Mapping[fx.Node, int], calls: Sequence[str], ends: Mapping[str, int]
+) -> dict[str, int]:
     """By storage: where it is read last, or the forward ends that has a variable for it."""
-    calls, ends = frames(scope.nodes)
     over: dict[str, int] = {}
     for value, k in place.items():
         readers = [user for user in value.users if user in place]

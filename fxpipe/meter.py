@@ -91,7 +91,9 @@ class Meter:
     ) -> Any:
         """Measure the op if its signature is new, then compute it."""
         args, kwargs = tree_map(self._moved, (args, kwargs))
-        if node.all_input_nodes and all(map(self._is_weight, node.all_input_nodes)):
+        # A number among the arguments, such as a batch's size, makes it of nothing else.
+        read = [used for used in node.all_input_nodes if tensors(used.meta.get("val"))]
+        if read and all(map(self._is_weight, read)):
             self._of_weights.add(node)
         if node.name in self._capture.ops:
             weights = [self._is_weight(leaf) for leaf, _ in _given(node)]

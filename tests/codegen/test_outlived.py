@@ -126,6 +126,21 @@ def test_a_variable_of_a_forward_that_returned_is_deleted(tmp_path):
     assert deleted(Calls(sum_of_two, longer), tmp_path) == ["half"]
 
 
+def test_a_variable_is_deleted_that_the_lines_of_another_module_bind_anew(tmp_path):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Linear(6, 6)
+            self.first, self.second = Returning(sum_of_two), Returning(anew)
+
+        def forward(self, x):
+            x = self.scale(x).exp()
+            x = self.second(self.first(x).sin())
+            return x.cos() * 2
+
+    assert deleted(Both(), tmp_path) == ["half", "half"]
+
+
 def half_and_whole(x):
     half = x * 0.5
     return half, half.flip(1) + half

@@ -85,6 +85,21 @@ def test_gradients_wait_for_the_second_half_before_each_layer_of_an_op():
     assert sum(cost.arriving_bytes for cost in found.costs.values()) == 4 * result_bytes
 
 
+def test_what_is_made_of_weights_and_of_a_size_waits_for_the_second_half():
+    class Places(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(16, 16)
+            self.places = torch.nn.Parameter(torch.rand(1, 16, 8))
+
+        def forward(self, x):
+            return self.first(x) @ self.places.repeat(x.size(0), 1, 1)
+
+    captured, found = measured(Places(), torch.randn(4, 32, 16))
+    (product,) = captured.outputs
+    assert found.costs[product].arriving_bytes == 2 * 32 * 8 * 4
+
+
 def test_a_gradient_in_another_layout_waits_beside_its_copy():
     """A linear layer on transposed memory is a product and a sum; each keeps what comes to it."""
 
