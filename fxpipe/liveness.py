@@ -37,8 +37,8 @@ def workspaces(
     order: Sequence[str],
     batch: int,
     loss_bytes: int | None = None,
-) -> dict[str, Needed]:
-    """For each op, in this order: bytes on top of what ops up to it have saved.
+) -> tuple[dict[str, Needed], int]:
+    """For each op, in this order, and for the loss: bytes on top of what ops up to it have saved.
 
     A result that leaves the model counts for the last op. `loss_bytes` are there at once while the
     loss is taken, the results among them.
@@ -97,8 +97,4 @@ def workspaces(
         # a backward keeps is among what is saved besides. (Where that comes only as backward
         # computes it again, that moment is the fuller one.) Others may be of earlier stages.
         loss_bytes -= sizes[final] * (1 + (final in kept_from))
-    last_op = needed[order[-1]]
-    forward_bytes = max(last_op.forward_bytes, loss_bytes)
-    # The room that the loss takes has none of what waits in it.
-    needed[order[-1]] = last_op._replace(forward_bytes=forward_bytes, waiting=frozenset())
-    return needed
+    return needed, max(0, loss_bytes)

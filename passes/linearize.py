@@ -177,7 +177,7 @@ def _chain(capture: Capture, profile: Profile, blocks: Sequence[Sequence[str]]) 
             values.append(Value(name, n_bytes, producer, consumers, spec.requires_grad))
     order = [name for block in blocks for name in block]
     loss = profile.loss
-    needed = workspaces(
+    needed, loss_bytes = workspaces(
         capture, profile.costs, order, profile.batch, loss.peak_bytes if loss else None
     )
     # The caller gives their gradients, which a stage holds as what it is given.
@@ -187,7 +187,8 @@ def _chain(capture: Capture, profile: Profile, blocks: Sequence[Sequence[str]]) 
         for block in blocks
     )
     # The loss is taken as the last forward ends, but it is not computed again where that is.
-    last = replace(last, backward_ms=last.backward_ms + (loss.ms if loss else 0.0))
+    backward_ms = last.backward_ms + (loss.ms if loss else 0.0)
+    last = replace(last, backward_ms=backward_ms, loss_bytes=loss_bytes)
     return Chain(
         blocks=(*others, last),
         values=tuple(values),

@@ -232,7 +232,7 @@ def _first_starts(
         move(end - 1, 1)
         while start < end:
             inside = blocks[edges[start] : edges[end]]
-            forward = max(block.forward_workspace_bytes for block in inside)
+            forward = max(max(b.forward_workspace_bytes, b.loss_bytes) for b in inside)
             workspace = max(forward, *(block.backward_workspace_bytes for block in inside))
             need = (1 + problem.training_factor) * held["parameters"] + held["buffers"] + workspace
             need += max(

@@ -38,20 +38,22 @@ def stage_costs(
 
     Training keeps `training_factor` bytes of gradients and optimizer states by byte of parameters.
     Storages of the same name count once a stage. A value goes straight from its producer's stage to
-    each stage that reads it; a received value that a backward saves is counted as received.
+    each stage that reads it, one of the model's outputs to the last, where the loss is taken; a
+    received value that a backward saves is counted as received.
     """
     bounds = (0, *cuts, len(chain.blocks))
     stage_of = [j for j in range(len(bounds) - 1) for _ in range(bounds[j], bounds[j + 1])]
+    stage_of.append(stage_of[-1])  # of the caller
     values = {value.name: value for value in chain.values}
     crossing = [_Crossing() for _ in range(len(bounds) - 1)]
     sent: dict[tuple[int, int], list[Value]] = {}
     for value in chain.values:
         source = stage_of[value.producer] if value.producer >= 0 else -1
-        targets = {stage_of[k] for k in value.consumers if k < len(stage_of)} - {source}
+        targets = {stage_of[k] for k in value.consumers} - {source}
         # A consumer past the last block is the caller, who takes the model's output and gives its
         # gradient.
-        if value.gradient and source >= 0 and value.consumers[-1] == len(stage_of):
-            crossing[source].caller_bytes += value.bytes
+        if value.gradient and source >= 0 and value.consumers[-1] == len(chain.blocks):
+            crossing[-1].caller_bytes += value.bytes
         for target in sorted(targets):
             crossing[target].sends_back |= value.gradient
             if source < 0:
@@ -143,6 +145,7 @@ def _stage_cost(
         backward_workspace_bytes=backward + share,
         input_workspace_bytes=of_inputs + share,
         weight_workspace_bytes=of_weights + share,
+        loss_bytes=blocks[-1].loss_bytes + share,
         passing_bytes=sum(size for name, size in crossing.received.items() if name not in saved),
     )
 

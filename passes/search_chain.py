@@ -28,6 +28,7 @@ class ChainArrays:
     backward_before: _Floats
     weight_before: _Floats
     halving_before: _Floats
+    loss_bytes: int
     forward_workspaces: _Ints
     backward_workspaces: _Ints
     input_workspaces: _Ints
@@ -68,6 +69,7 @@ def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
         backward_before=_before(block.backward_ms for block in blocks),
         weight_before=_before(block.weight_gradient_ms for block in blocks),
         halving_before=_before(block.halving_ms for block in blocks),
+        loss_bytes=blocks[-1].loss_bytes,
         forward_workspaces=_each(block.forward_workspace_bytes for block in blocks),
         backward_workspaces=_each(block.backward_workspace_bytes for block in blocks),
         input_workspaces=_each(block.input_workspace_bytes for block in blocks),

@@ -100,7 +100,7 @@ def stage_memory(  # type: ignore[no-untyped-def]
 def cut(  # type: ignore[no-untyped-def]
     bounds, n_microbatches, device_of, prices,
     action_ms, forward_before, backward_before, weight_before, halving_before,
-    forward_workspaces, backward_workspaces, input_workspaces, weight_workspaces,
+    loss_bytes, forward_workspaces, backward_workspaces, input_workspaces, weight_workspaces,
     arriving_before, written_before, crossing,
     saved_ends, saved_befores, saved_sizes, saved_values,
     static_ends, static_befores, static_sizes,
@@ -128,10 +128,11 @@ def cut(  # type: ignore[no-untyped-def]
             source = np.searchsorted(bounds, producers[value], side="right") - 1
         last = source
         if gradients[value] and source >= 0 and readers[read_ends[value] - 1] == bounds[n]:
-            inputs[source] += value_sizes[value]  # the caller's gradient of the output
+            inputs[n - 1] += value_sizes[value]  # the caller's gradient of the output
         for r in range(read_ends[value - 1] if value > 0 else 0, read_ends[value]):
-            target = np.searchsorted(bounds, readers[r], side="right") - 1
-            if target <= last or target >= n:
+            # The caller takes the model's outputs from the last stage.
+            target = min(np.searchsorted(bounds, readers[r], side="right") - 1, n - 1)
+            if target <= last:
                 continue
             last = target
             sends_back[target] = sends_back[target] or gradients[value]
@@ -187,6 +188,8 @@ def cut(  # type: ignore[no-untyped-def]
             share = int(np.ceil(FRAGMENTATION * (static + kept + comes)))
             if again[begin:end].any():
                 of_both, of_inputs = max(of_both, needed), max(of_inputs, needed)
+            if j == n - 1:
+                needed = max(needed, loss_bytes)
             workspace[FORWARD, j] = needed + received[j] + share
             workspace[BACKWARD, j] = of_both + share
             workspace[INPUT, j] = of_inputs + share

@@ -16,7 +16,8 @@ class StageCost:
     `arriving_bytes`, gradients most of all, wait for the second; each part has a workspace of its
     own. `passing_bytes` of what it receives are gone after F, unless it recomputes; then
     `written_bytes` are copies of the buffers that F writes. `shared` names what of its static bytes
-    other stages have too, such as a tied weight: a device holds it once.
+    other stages have too, such as a tied weight: a device holds it once. `loss_bytes` are there as
+    F ends and the loss is taken, in the place of F's workspace.
     """
 
     forward_ms: float
@@ -36,12 +37,13 @@ class StageCost:
     input_workspace_bytes: int = 0
     weight_workspace_bytes: int = 0
     shared: tuple[tuple[str, int], ...] = ()
+    loss_bytes: int = 0
 
     def workspace_of(self, kind: Kind, again: bool) -> int:
         """What an action of this kind needs while it runs, on a micro-batch recomputed or not."""
         forward = self.forward_workspace_bytes
         if kind is Kind.FORWARD:
-            return forward + (0 if again else self.passing_bytes)
+            return max(forward, self.loss_bytes) + (0 if again else self.passing_bytes)
         if kind is Kind.WEIGHT:
             return self.weight_workspace_bytes
         whole = kind is Kind.BACKWARD

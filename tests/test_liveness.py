@@ -87,13 +87,17 @@ class Passed(nn.Module):
 
 
 def needed(costs=None, model=Skip, places=None):
-    """By op, forward and backward, in tensors like the input; in another order, if it is given."""
+    """By op, forward and backward, in tensors like the input; in another order, if it is given.
+
+    The last forward has the loss behind it.
+    """
     captured = capture(model(), (torch.randn(8, 4, requires_grad=True),), {})
     ops = list(captured.ops)
     ops = ops if places is None else [ops[k] for k in places]
     given = {name: OpCost(0.0, 0.0) for name in ops} | (costs or {})
-    found = workspaces(captured, given, ops, batch=8)
-    both = (found[name][:2] for name in ops)
+    found, loss_bytes = workspaces(captured, given, ops, batch=8)
+    *both, (forward, backward) = (found[name][:2] for name in ops)
+    both.append((max(forward, loss_bytes), backward))
     return [(forward // SIZE, backward // SIZE) for forward, backward in both]
 
 

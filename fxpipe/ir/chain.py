@@ -25,7 +25,9 @@ class Block:
     wait for the second half, and on top of what all blocks save there are `input_workspace_bytes`,
     then `weight_workspace_bytes`. To be computed again, a forward keeps copies of the buffers it
     writes, `written_bytes`. Of the forward's workspace are the values `waiting`, of earlier blocks,
-    and of the backward's and its first half's the gradients of the values `returning`.
+    and of the backward's and its first half's the gradients of the values `returning`. The loss,
+    which is taken as the last block's forward ends, but not as it is computed again, takes
+    `loss_bytes`.
     """
 
     ops: tuple[str, ...]
@@ -44,6 +46,7 @@ class Block:
     weight_workspace_bytes: int = 0
     waiting: frozenset[str] = frozenset()
     returning: frozenset[str] = frozenset()
+    loss_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,14 +127,14 @@ def naive(
             cost = stages[action.stage]
             again = recompute[action.stage][action.microbatch]
             needed = {
-                F: cost.forward_workspace_bytes,
+                F: max(cost.forward_workspace_bytes, cost.loss_bytes),
                 B: cost.backward_workspace_bytes,
                 HALF: cost.input_workspace_bytes,
                 W: cost.weight_workspace_bytes,
             }
             held.append((start(action), end(action), needed[action.kind]))
             if again and action.kind in (B, HALF):
-                more = max(0, needed[F] - needed[action.kind])
+                more = max(0, cost.forward_workspace_bytes - needed[action.kind])
                 held.append((start(action), end(action), more))
             if action.kind in (B, W):
                 forward = Action(action.stage, F, action.microbatch)

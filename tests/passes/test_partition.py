@@ -146,6 +146,17 @@ def test_halves_need_other_memory_than_a_whole_backward() -> None:
     assert first.arriving_bytes == 0
 
 
+def test_a_loss_is_taken_as_the_last_forward_ends_but_not_as_it_is_computed_again() -> None:
+    first, last = (
+        Block((name,), 1.0, 2.0, forward_workspace_bytes=10, backward_workspace_bytes=10)
+        for name in "ab"
+    )
+    chain = plain([first, dataclasses.replace(last, loss_bytes=50)], n_bytes=0)
+    stages, _ = stage_costs(chain, (1,), training_factor=0.0)
+    assert [stage.workspace_of(Kind.FORWARD, again=True) for stage in stages] == [10, 50]
+    assert [stage.workspace_of(Kind.BACKWARD, again=True) for stage in stages] == [10, 10]
+
+
 def test_a_value_goes_straight_to_each_stage_that_reads_it() -> None:
     values = (
         Value("next", 1, 0, (1,), gradient=True),
@@ -159,6 +170,7 @@ def test_a_value_goes_straight_to_each_stage_that_reads_it() -> None:
     assert stage_costs(chain, (1, 2))[1] == (
         Message(0, 1, bytes=1, gradient_bytes=1, values=1, gradients=1),
         Message(0, 2, bytes=110, gradient_bytes=10, values=2, gradients=1),
+        Message(1, 2, bytes=10000, gradient_bytes=10000, values=1, gradients=1),
     )
 
 
