@@ -17,6 +17,7 @@ from fxpipe.compat.microbatch import Form, split
 from fxpipe.compat.skip.tracker import Skip, SkipTracker, use_skip_tracker
 from fxpipe.errors import StageError
 from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.backward import differentiable
 from fxpipe.runtime.drawing import drawing
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.recomputing import checkpointing, recomputing, versions
@@ -101,6 +102,10 @@ class Twice:
                 )
         self._buffers = watch.end()
         return [output.detach() for output in outputs], end
+
+    def gradients(self, outputs: Sequence[Tensor], given: Sequence[bool]) -> list[bool]:
+        """Which outputs may have a gradient: nothing is known but their dtypes."""
+        return [differentiable(output) for output in outputs]
 
     def again(self, inputs: Sequence[Tensor], bound: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """The outputs with their graph; what it writes into buffers is dropped."""

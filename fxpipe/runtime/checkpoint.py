@@ -13,7 +13,6 @@ from torch.autograd.function import once_differentiable
 
 from fxpipe.errors import StageError
 from fxpipe.runtime.ambient import Ambient
-from fxpipe.runtime.backward import differentiable
 from fxpipe.runtime.dependency import fork, join
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.recomputing import checkpointing, recomputing, versions
@@ -36,6 +35,9 @@ class Replayed(Protocol):
 
     def again(self, inputs: Sequence[Tensor], bound: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """The outputs with their graph; `bound` stand in for parameters of these names."""
+
+    def gradients(self, outputs: Sequence[Tensor], given: Sequence[bool]) -> list[bool]:
+        """Which outputs may have a gradient, where `given` says which inputs have one."""
 
 
 class Replay:
@@ -67,6 +69,10 @@ class Replay:
                     f"{self._stage.spec.file}, or set the stage's checkpoint to never in plan.json"
                 )
         return [output.detach() for output in outputs], end
+
+    def gradients(self, outputs: Sequence[Tensor], given: Sequence[bool]) -> list[bool]:
+        """Which outputs may have a gradient, where `given` says which inputs have one."""
+        return self._stage.gradients(outputs, given)
 
     def again(
         self, inputs: Sequence[Tensor], bound: Mapping[str, Tensor] | None = None
@@ -171,7 +177,9 @@ class Checkpoint(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.shared = shared
         outputs, shared.random = shared.replay.first(tensors[: shared.n_inputs])
-        ctx.mark_non_differentiable(*(o for o in outputs if not differentiable(o)))
+        given = ctx.needs_input_grad[2 : 2 + shared.n_inputs]
+        may = shared.replay.gradients(outputs, given)
+        ctx.mark_non_differentiable(*(o for o, one in zip(outputs, may, strict=True) if not one))
         return tuple(outputs)
 
     @staticmethod

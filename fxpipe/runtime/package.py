@@ -197,6 +197,11 @@ def _stages(
     package = package_of(folder)
     importlib.invalidate_caches()
     stages = []
+    frozen = frozenset(
+        state.name
+        for state in manifest.state
+        if state.kind == "parameter" and not state.spec.requires_grad
+    )
     # Constructors draw initial weights; loading must not change what the caller draws next.
     with torch.random.fork_rng(devices=[]):
         for j, spec in enumerate(manifest.stages):
@@ -209,7 +214,8 @@ def _stages(
             broken += _state_rules(manifest, spec, module)
             device = place(lanes[spec.device])
             lane = spec.device if rank is None else 0
-            stages.append(Stage(j, spec, module.to(device), lane, device, str(folder / spec.file)))
+            path = str(folder / spec.file)
+            stages.append(Stage(j, spec, module.to(device), lane, device, path, frozen=frozen))
     return stages
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import FxpipeError, StageError
+from fxpipe.runtime.backward import differentiable
 from fxpipe.runtime.drawing import drawing
 from fxpipe.runtime.mailbox import StoppedError
 from fxpipe.runtime.manifest import OutputSpec, PortSpec, StageSpec, there
@@ -29,7 +30,8 @@ class Stage:
     """Stage `index` on lane `lane`, which is `device`; `path` is its file.
 
     With `relay` its forward is that, which calls the module's. `recomputes` lets its file say what
-    of the forward is computed again in backward.
+    of the forward is computed again in backward. `frozen` are the model's parameters that were not
+    trained when it was compiled.
     """
 
     index: int
@@ -40,6 +42,7 @@ class Stage:
     path: str
     relay: Callable[..., Any] | None = None
     recomputes: bool = True
+    frozen: frozenset[str] = frozenset()
 
     def compile(self) -> None:
         """Let torch.compile make its forward and backward faster, where it would do the same.
@@ -96,6 +99,26 @@ class Stage:
 
     def _fits(self, output: object, spec: OutputSpec) -> bool:
         return isinstance(output, Tensor) if self._there(spec) else output is None
+
+    def gradients(self, outputs: Sequence[Tensor], given: Sequence[bool]) -> list[bool]:
+        """Which of the outputs, computed without a graph, will have a gradient.
+
+        `given` says which inputs have one. Those outputs may that had one as the model was traced,
+        and all where something has one now that had none.
+        """
+        parameters = [name for name, p in self.module.named_parameters() if p.requires_grad]
+        as_traced = (
+            self.module.training
+            and self.frozen.isdisjoint(parameters)
+            and all(
+                port.spec.requires_grad >= has for port, has in zip(self.inputs, given, strict=True)
+            )
+        )
+        graph = any(given) or bool(parameters)
+        return [
+            graph and differentiable(output) and (spec.spec.requires_grad or not as_traced)
+            for output, spec in zip(outputs, self.outputs, strict=True)
+        ]
 
     def trainable(self, bound: frozenset[str]) -> dict[str, Tensor]:
         """Its parameters by name, each once; those in `bound` under each of their names."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fxpipe.runtime.backward import backward, differentiable
+from fxpipe.runtime.backward import backward
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.checkpoint import Replay, recomputes
 from fxpipe.runtime.manifest import InputSpec
@@ -106,8 +106,7 @@ class Step:
             replay = Replay(stage, str(action), random)
             outputs, random = replay.first(self._arguments(j, tensors))
             self._pending[j, i] = _Pending(slots, replay=replay, inputs=tensors)
-            graph = bool(slots) or any(p.requires_grad for p in stage.module.parameters())
-            gradients = [graph and differentiable(output) for output in outputs]
+            gradients = stage.gradients(outputs, [wire in slots for wire in call.takes[j]])
         else:
             received = receive(tensors, slots)
             begins = self._begins(j, i, received, slots)
