@@ -6,7 +6,7 @@ which know shapes, strides, dtypes and what shares memory, and compute nothing.
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,9 @@ def faked(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator["Faked
             held[name] = tensor
 
 
-def wants_numbers(error: BaseException | None) -> bool:
+def wants_numbers(
+    error: BaseException | None,
+) -> TypeGuard[DataDependentOutputException | DynamicOutputShapeException]:
     """Whether something failed on fake tensors because it looks at the numbers they don't have."""
     return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
 

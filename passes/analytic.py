@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe.criterion import Criterion
 from fxpipe.devices import device_named
-from fxpipe.errors import StageError
+from fxpipe.errors import InputError, StageError
 from fxpipe.interpret import DTYPE, TRAINING, run_graph, untouched
 from fxpipe.ir import Capture, Network, Profile
 from fxpipe.memory import faked, wants_numbers
@@ -32,8 +32,8 @@ def analytic(
 
     `device` is text such as `analytic:h100`. Of a loss that looks at numbers nothing is known.
     Raises DeviceError if there is no device of that name, InputError if there are more
-    micro-batches than rows, or if the model does not take so few; as a step does, if the criterion
-    is none.
+    micro-batches than rows, if the model does not take so few, or if shapes depend on numbers; as a
+    step does, if the criterion is none.
     """
     described = device_named(device)
     cpu, clock = torch.device("cpu"), Roofline(described)
@@ -48,7 +48,17 @@ def analytic(
         model.train()
         state = {name: fake(tensor) for name, tensor in capture.state.items()}
         attributes = {**state, TRAINING: True, DTYPE: capture.dtype}
-        outputs = run_graph(capture.graph, capture.modules, attributes, [*map(fake, given)], meter)
+        try:
+            values = [*map(fake, given)]
+            outputs = run_graph(capture.graph, capture.modules, attributes, values, meter)
+        except RuntimeError as error:
+            if not wants_numbers(error):
+                raise
+            raise InputError(
+                f"{capture.model_name} has an op whose result's shape depends on numbers "
+                f"({error.func}), which {device} does not compute: measure its ops instead, "
+                "without --profile, or by `fxpipe profile` where it will run"
+            ) from error
         if criterion is not None:
             try:
                 loss = criterion.moved(fake).cost(outputs, clock, cpu)

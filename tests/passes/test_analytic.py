@@ -8,7 +8,7 @@ from torch import nn
 import fxpipe
 from fxpipe.capture import capture
 from fxpipe.devices import DEVICES, device_named
-from fxpipe.errors import DeviceError
+from fxpipe.errors import DeviceError, InputError
 from fxpipe.memory import without_memory
 from fxpipe.passes.analytic import analytic
 from fxpipe.roofline import Roofline
@@ -111,3 +111,17 @@ def test_every_figure_has_its_source(device):
     assert device.source
     assert device.operations_per_ms(torch.float16) >= device.operations_per_ms(torch.float32)
     assert device.operations_per_ms(torch.float32) >= device.operations_per_ms(torch.float64)
+
+
+def test_shapes_that_depend_on_numbers_are_told_to_be_measured():
+    class Chooses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Linear(6, 6)
+
+        def forward(self, x):
+            x = self.scale(x)
+            return x + x[torch.nonzero(x[:, 0] > 0)].sum()
+
+    with pytest.raises(InputError, match=r"aten\.nonzero.*analytic:h100 does not.*--profile"):
+        worked_out(Chooses(), torch.randn(8, 6))
