@@ -44,8 +44,9 @@ def grow_lists(nodes: Sequence[fx.Node]) -> list[fx.Node]:
             node.update_arg(k, made)
         for value in chain.values[len(begun) :]:
             _append(made, value, grown)
-        for value in chain.values:
-            value.meta.pop(GIVEN_UP, None)  # the list holds it
+        held = [value.meta.pop(GIVEN_UP, None) for value in chain.values]  # the list holds it
+        if any(held):
+            made.meta[GIVEN_UP] = made.name
     return grown
 
 

@@ -141,6 +141,17 @@ def test_a_variable_is_deleted_that_the_lines_of_another_module_bind_anew(tmp_pa
     assert deleted(Both(), tmp_path) == ["half", "half"]
 
 
+def grown(x):
+    features = [x]
+    for _ in range(3):
+        features.append(torch.cat(features, 1)[:, :6] * 0.5)
+    return torch.cat(features, 1).sin()
+
+
+def test_a_list_that_grew_in_a_forward_that_returned_is_deleted(tmp_path):
+    assert deleted(Calls(grown, longer), tmp_path) == ["features"]
+
+
 def half_and_whole(x):
     half = x * 0.5
     return half, half.flip(1) + half
