@@ -91,10 +91,8 @@ def workspaces(
     result = [storage for storage in outputs & trained if storage in sizes]
     if loss_bytes is None:
         loss_bytes = sum(sizes[storage] * _LOSS_TENSORS for storage in result)
-    final = capture.ops[order[-1]].storage
-    if final in result:
-        # Room for a result, and then for its gradient, is held apart, from the start of F; one that
-        # a backward keeps is among what is saved besides. (Where that comes only as backward
-        # computes it again, that moment is the fuller one.) Others may be of earlier stages.
-        loss_bytes -= sizes[final] * (1 + (final in kept_from))
+    # Room for a result, and then for its gradient, is held apart, from the start of F; one that a
+    # backward keeps is among what is saved or received besides. (Where that comes only as backward
+    # computes it again, that moment is the fuller one.)
+    loss_bytes -= sum(sizes[storage] * (1 + (storage in kept_from)) for storage in result)
     return needed, max(0, loss_bytes)
