@@ -132,7 +132,9 @@ def _stage_cost(
         return cost  # a bare chain's blocks need nothing, and what their stages receive stays
     share = ceil(FRAGMENTATION * (static_bytes + saved_bytes))
     of_inputs = of_weights = backward
+    released = 0
     if crossing.sends_back:
+        released = min(cost.arriving_bytes, _released(blocks, crossing))
         # What blocks behind have saved stays for W, in which no gradients are on their way.
         of_inputs = max(
             max(0, block.input_workspace_bytes - _returning(block, k, end, values))
@@ -143,11 +145,27 @@ def _stage_cost(
         cost,
         forward_workspace_bytes=forward + share,
         backward_workspace_bytes=backward + share,
-        input_workspace_bytes=of_inputs + share,
+        input_workspace_bytes=of_inputs + released + share,
         weight_workspace_bytes=of_weights + share,
         loss_bytes=blocks[-1].loss_bytes + share,
-        passing_bytes=sum(size for name, size in crossing.received.items() if name not in saved),
+        arriving_bytes=cost.arriving_bytes - released,
+        passing_bytes=sum(
+            size
+            for name, size in (crossing.given | crossing.received).items()
+            if name not in saved
+        ),
     )
+
+
+def _released(blocks: Sequence[Block], crossing: _Crossing) -> int:
+    """What the blocks behind the last that has weights save: it is there in I, and not in W."""
+    with_weights = [
+        k for k, block in enumerate(blocks) if block.weight_gradient_ms or block.arriving_bytes
+    ]
+    end = max(with_weights, default=-1) + 1
+    kept = {name for block in blocks[:end] for name, _ in block.saved}
+    kept |= {*crossing.given, *crossing.received}
+    return sum({n: size for b in blocks[end:] for n, size in b.saved if n not in kept}.values())
 
 
 def _static(chain: Chain, begin: int, end: int, training_factor: float) -> dict[str, int]:

@@ -14,7 +14,7 @@ class StageCost:
     has any, compute `again_bytes` of what they save again, in `again_ms`, in every backward. If its
     backward is halved, the first half takes `halving_ms` longer than its part of the whole, and
     `arriving_bytes`, gradients most of all, wait for the second; each part has a workspace of its
-    own. `passing_bytes` of what it receives are gone after F, unless it recomputes; then
+    own. `passing_bytes` of what it reads are gone after F, unless it recomputes; then
     `written_bytes` are copies of the buffers that F writes. `shared` names what of its static bytes
     other stages have too, such as a tied weight: a device holds it once. `loss_bytes` are there as
     F ends and the loss is taken, in the place of F's workspace.

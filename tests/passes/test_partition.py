@@ -146,6 +146,33 @@ def test_halves_need_other_memory_than_a_whole_backward() -> None:
     assert first.arriving_bytes == 0
 
 
+def test_what_is_saved_behind_the_last_weights_is_gone_before_the_second_half() -> None:
+    def op(name: str, weight_ms: float, arriving: int) -> Block:
+        saved = ((f"{name}/saved_0", 30), ("a", 40))
+        return Block(
+            *((name,), 1.0, 2.0, saved),
+            weight_gradient_ms=weight_ms,
+            arriving_bytes=arriving,
+            backward_workspace_bytes=10,
+            input_workspace_bytes=10,
+        )
+
+    chain = plain([op("first", 1.0, 50), op("a", 1.0, 50), op("loss", 0.0, 0)], n_bytes=0)
+    (_, last), _ = stage_costs(chain, (1,), training_factor=0.0)
+    share = math.ceil(FRAGMENTATION * last.saved_bytes)
+    # What `a` saves too stays.
+    assert last.saved_bytes == 30 + 40 + 30
+    assert last.arriving_bytes == 50 - 30
+    assert last.input_workspace_bytes == 10 + 30 + share
+
+
+def test_an_input_that_no_backward_keeps_is_gone_after_the_forward() -> None:
+    reader = Block(("op",), 1.0, 1.0, saved=(("kept", 8),), forward_workspace_bytes=1)
+    values = (Value("kept", 8, -1, (0,), False), Value("read", 16, -1, (0,), False))
+    (stage,), _ = stage_costs(Chain((reader,), values, (True,)), ())
+    assert (stage.input_bytes, stage.passing_bytes) == (24, 16)
+
+
 def test_a_loss_is_taken_as_the_last_forward_ends_but_not_as_it_is_computed_again() -> None:
     first, last = (
         Block((name,), 1.0, 2.0, forward_workspace_bytes=10, backward_workspace_bytes=10)
