@@ -177,17 +177,17 @@ def best_steps(
                 yield step_ms
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(20))
 def test_no_plan_of_a_small_chain_is_shorter(seed: int) -> None:
     random = Random(seed)
-    chain, m = small_chain(random), random.choice([1, 2, 2])
+    chain, m = small_chain(random), random.choice([1, 2, 3])
     network = random.choice([FREE, Network(Link(0.5, 10.0))])
     capacity = (random.choice([1000, 25]),) * 2
 
     least_ms = bound(chain, 2, m, network, bytes_free(chain, capacity, 0.0))
 
     best_ms = min(best_steps(chain, 2, m, network, capacity))
-    assert 0.6 * best_ms <= least_ms <= best_ms * (1 + 1e-9)
+    assert (0.6 if m < 3 else 0.5) * best_ms <= least_ms <= best_ms * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("name", "loops"), [("zb-v", 2), ("interleaved", 3), ("zb-h1", 1)])
