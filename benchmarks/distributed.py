@@ -55,21 +55,21 @@ def named(schedule: str) -> str:
     return f"fxpipe, {schedule}"
 
 
-COMPILED = named("1f1b, compiled")
+# Packages that run through torch.compile too, by what they are called then.
+COMPILED = {named(f"{schedule}, compiled"): schedule for schedule in ("1f1b", "auto")}
 
 
 class Both(Rank):
     """A rank of both."""
 
-    def prepare_ours(self, folder: Path, compiled: str | None) -> None:
-        """Load the packages that stand in the folder, the one of that name `compiled` too."""
+    def prepare_ours(self, folder: Path, compiled: bool) -> None:
+        """Load the packages that stand in the folder, those of `COMPILED` so if wanted."""
         self._ours: dict[str, DistributedPipeline] = {
             named(path.name): fxpipe.load(path, distributed=True)
             for path in sorted(folder.iterdir())
         }
-        if compiled is not None:
-            pipe = fxpipe.load(folder / compiled, distributed=True, compile=True)
-            self._ours[COMPILED] = pipe
+        for name, schedule in COMPILED.items() if compiled else ():
+            self._ours[name] = fxpipe.load(folder / schedule, distributed=True, compile=True)
 
     def step(self, name: str) -> tuple[float, float | None]:
         if name not in self._ours:
@@ -161,7 +161,7 @@ def measure(
     model = blocks(work.hidden, work.layers)
     x, target = batch(work.hidden, work.rows, work.sequence)
     eager = [*map(named, OURS), *SCHEDULES]
-    names = [COMPILED, *eager] if compiled else eager
+    names = [*COMPILED, *eager] if compiled else eager
 
     def plain() -> float:
         return plain_step(model, x, target, work.m)
@@ -172,7 +172,7 @@ def measure(
         for schedule in OURS:
             compile(schedule)
         peer.prepare(*work)
-        peer.ask("prepare_ours", packages, "1f1b" if compiled else None)
+        peer.ask("prepare_ours", packages, compiled)
         expected = plain()
         torch.save({name: p.grad for name, p in model.named_parameters()}, gradients)
         for name in names:

@@ -55,6 +55,11 @@ class Stage:
             # Else Inductor's kernels for the CPU keep Python from the other lanes while they run.
             self.module.compile(options={"cpp_wrapper": self.device.type == "cpu"})
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch.compile runs it: its backward is one, and can't be halved."""
+        return self.module._compiled_call_impl is not None
+
     def forward(
         self,
         inputs: Sequence[Tensor],

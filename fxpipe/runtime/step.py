@@ -80,11 +80,13 @@ class Step:
                 with self._call.span(j, f"loss {i}", LOSS):
                     self._at_end(i)
             return
+        compiled = self._call.stages[j].is_compiled
         if action.kind is Kind.WEIGHT:
-            self._split.pop((j, i)).weight_gradients()
+            if not compiled:
+                self._split.pop((j, i)).weight_gradients()
             return
         gradients = [self._call.gradient(wire, i) for wire in self._call.makes[j]]
-        if action.kind is Kind.BACKWARD:
+        if action.kind is Kind.BACKWARD or compiled:
             found = self._backward(j, i, gradients)
         else:
             found = self._input_gradients(j, i, gradients)

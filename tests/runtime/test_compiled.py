@@ -63,18 +63,21 @@ def _both(folder, toy, **settings):
 
 @pytest.mark.usefixtures("traced_only")
 @pytest.mark.parametrize(
-    ("name", "mode"),
+    ("name", "mode", "schedule"),
     [
-        ("skips", "never"),
-        ("tied", "always"),
-        ("normed", "except_last"),
-        ("skips", "segment"),
-        ("tied", "segment"),
+        ("skips", "never", "1f1b"),
+        ("tied", "always", "1f1b"),
+        ("normed", "except_last", "1f1b"),
+        ("skips", "segment", "1f1b"),
+        ("tied", "segment", "1f1b"),
+        ("skips", "never", "split"),
+        ("tied", "always", "split"),
+        ("skips", "segment", "split"),
     ],
 )
-def test_steps_of_several_batch_sizes_equal_the_plain_models(tmp_path, name, mode):
+def test_steps_of_several_batch_sizes_equal_the_plain_models(tmp_path, name, mode, schedule):
     toy = TOYS[name]
-    model, pipe = _both(tmp_path, toy, schedule="1f1b", checkpoint=mode)
+    model, pipe = _both(tmp_path, toy, schedule=schedule, checkpoint=mode)
     for batch in (8, 10):
         x = toy.inputs(batch)
         expected = plain_step(toy, model, x, 4, False)
