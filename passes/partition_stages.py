@@ -150,9 +150,7 @@ def _stage_cost(
         loss_bytes=blocks[-1].loss_bytes + share,
         arriving_bytes=cost.arriving_bytes - released,
         passing_bytes=sum(
-            size
-            for name, size in (crossing.given | crossing.received).items()
-            if name not in saved
+            size for name, size in (crossing.given | crossing.received).items() if name not in saved
         ),
     )
 
