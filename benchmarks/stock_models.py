@@ -177,9 +177,9 @@ def line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def rows_kept() -> dict[str, list[str]]:
-    """The cells of each row in COVERAGE.md, by model."""
-    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
+def rows_kept(table: Path) -> dict[str, list[str]]:
+    """The cells of each row that was written to a file, by model."""
+    lines = table.read_text().splitlines() if table.exists() else []
     rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if line[:1] == "|"]
     return {cells[0]: cells for cells in rows if cells[0] in ZOO}
 
@@ -232,7 +232,7 @@ def main() -> None:
         rows[row.name] = row.cells()
         print(line(rows[row.name]), flush=True)
         if options.write:
-            kept = rows_kept() | rows
+            kept = rows_kept(TABLE) | rows
             TABLE.write_text(report([kept[name] for name in ZOO if name in kept]))
     print(summary(list(rows.values())))
 

@@ -2,7 +2,7 @@
 
 python benchmarks/zoo_peaks.py                 run the zoo, print each model's row
 python benchmarks/zoo_peaks.py --only NAME...  of these models alone
-python benchmarks/zoo_peaks.py --write         and keep all in benchmarks/PEAKS.md
+python benchmarks/zoo_peaks.py --write         and keep each row in benchmarks/PEAKS.md
 
 Each model runs a step on 2 CPU lanes under several schedules, in a process of its own, as it would
 for whoever compiles it with its loss and no other option. The libraries are those of
@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 from common import machine
-from stock_models import line, target_of
+from stock_models import line, rows_kept, target_of
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from zoo import ZOO
@@ -123,28 +123,27 @@ def cells(name: str, row: Row) -> list[str]:
     return [name, *told]
 
 
-def summary(found: dict[str, Row]) -> str:
+def summary(rows: list[list[str]]) -> str:
     """How many peaks are told too low or too high."""
-    peaks = [one for row in found.values() for one in row.values() if isinstance(one, Peaks)]
-    fullest = [one.fullest for one in peaks]
+    told = [cell.split(", ") for cells in rows for cell in cells[1:] if cell[:1].isdecimal()]
+    fullest, lowest = ([float(pair[k]) for pair in told] for k in range(2))
     return (
         f"Fullest lanes: {sum(ratio < 1 for ratio in fullest)} of {len(fullest)} under, "
         f"{sum(ratio > 1.1 for ratio in fullest)} more than 10% over, lowest {min(fullest):.3f}, "
         f"median {statistics.median(fullest):.3f}, highest {max(fullest):.3f}.\n"
-        f"The lowest of any lane: {sum(one.lowest < 1 for one in peaks)} under, "
-        f"lowest {min(one.lowest for one in peaks):.3f}."
+        f"The lowest of any lane: {sum(ratio < 1 for ratio in lowest)} under, "
+        f"lowest {min(lowest):.3f}."
     )
 
 
-def report(found: dict[str, Row]) -> str:
+def report(rows: list[list[str]]) -> str:
     heads = ["model", *(f"{case.schedule}, {case.checkpoint}" for case in CASES)]
-    table = [line(heads), "| --- |" + " ---: |" * len(CASES)]
-    table += [line(cells(name, found[name])) for name in ZOO if name in found]
+    table = [line(heads), "| --- |" + " ---: |" * len(CASES), *map(line, rows)]
     return (
         f"# Predicted by measured peaks of stock models\n\n{machine()}.\n"
         f"Batch {BATCH} in {MICROBATCHES} micro-batches on {LANES} CPU lanes; the second step. "
         "Each cell has the ratio of the fullest lane, and the lowest of all lanes.\nMade by "
-        f"`python benchmarks/zoo_peaks.py --write`.\n\n{summary(found)}\n\n"
+        f"`python benchmarks/zoo_peaks.py --write`.\n\n{summary(rows)}\n\n"
         + "\n".join(table)
         + "\n"
     )
@@ -155,15 +154,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=ZOO, metavar="NAME", default=there)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="models at a time")
-    parser.add_argument("--write", action="store_true", help="keep it in PEAKS.md")
+    parser.add_argument("--write", action="store_true", help="keep each row in PEAKS.md")
     options = parser.parse_args()
-    found: dict[str, Row] = {}
+    found: dict[str, list[str]] = {}
     for name, row in rows(options.only, options.jobs):
-        found[name] = row
-        print(line(cells(name, row)), flush=True)
-    print(summary(found))
-    if options.write:
-        TABLE.write_text(report(found))
+        found[name] = cells(name, row)
+        print(line(found[name]), flush=True)
+        if options.write:
+            kept = rows_kept(TABLE) | found
+            TABLE.write_text(report([kept[name] for name in ZOO if name in kept]))
+    print(summary([*found.values()]))
 
 
 if __name__ == "__main__":

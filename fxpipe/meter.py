@@ -147,20 +147,25 @@ class Meter:
         }
         writes = bool(self._capture.ops[node.name].mutates)
 
-        def fresh(value: Any) -> Any:
+        def leaf(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            leaf = value.detach().requires_grad_(trained[id(value)])
-            return leaf.clone() if writes else leaf
+            return value.detach().requires_grad_(trained[id(value)])
 
-        forward_ms = self._clock(
-            lambda given: compute(*given), lambda: tree_map(fresh, (args, kwargs))
-        )
-        given = tree_map(fresh, (args, kwargs))
+        def unwritten(value: Any) -> Any:
+            return value.clone() if writes and isinstance(value, Tensor) else value
+
+        def fresh() -> Any:
+            return tree_map(unwritten, tree_map(leaf, (args, kwargs)))
+
+        forward_ms = self._clock(lambda given: compute(*given), fresh)
+        # A tensor that the op writes is its result then: gradients go on to the leaf.
+        begun = tree_map(leaf, (args, kwargs))
+        given = tree_map(unwritten, begun)
         packed: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(_into(packed), _same):
             result, forward_bytes = most_bytes(lambda: compute(*given), self._device)
-        leaves, parameters = tensors(given), self._parameters(node)
+        leaves, parameters = tensors(begun), self._parameters(node)
         pairs = list(zip(_given(node), leaves, strict=True))
         weights = [tensor for (used, _), tensor in pairs if self._is_weight(used)]
         inputs = [tensor for (used, _), tensor in pairs if not self._is_weight(used)]

@@ -113,6 +113,17 @@ def test_every_figure_has_its_source(device):
     assert device.operations_per_ms(torch.float32) >= device.operations_per_ms(torch.float64)
 
 
+def test_the_backward_of_an_op_that_writes_its_input_costs_what_another_does():
+    costs = []
+    for inplace in (False, True):
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace))
+        captured, profile = worked_out(model, torch.randn(8, 64))
+        _, relu = captured.ops
+        costs.append((profile.costs[relu].backward_ms, profile.costs[relu].backward_bytes))
+    assert costs[0] == costs[1]
+    assert costs[1][1] == 4 * 64 * 4
+
+
 def test_shapes_that_depend_on_numbers_are_told_to_be_measured():
     class Chooses(nn.Module):
         def __init__(self):
