@@ -20,7 +20,9 @@ class ChainArrays:
 
     `..._before[k]` is the sum over the blocks before k, `crossing[k]` the bytes that cross the
     place before block k. Of the storages that blocks name, those of block k end at `..._ends[k]`;
-    `..._befores` is the block that named the same one last, -1 for none.
+    `..._befores` is the block that named the same one last, -1 for none, and `..._afters` the one
+    that does next, past the chain's end for none. `gradient_sizes` are what its weights' gradients
+    take.
     """
 
     action_ms: float
@@ -43,6 +45,8 @@ class ChainArrays:
     static_ends: _Ints
     static_befores: _Ints
     static_sizes: _Ints
+    static_afters: _Ints
+    gradient_sizes: _Ints
     producers: _Ints
     value_sizes: _Ints
     gradients: NDArray[np.bool_]
@@ -86,6 +90,15 @@ def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
         static_ends=_ends(static),
         static_befores=_befores(static),
         static_sizes=_sizes(static),
+        static_afters=_afters(static),
+        gradient_sizes=np.array(
+            [
+                size
+                for block in blocks
+                for size in (*(n for _, n in block.parameters), *(0 for _ in block.buffers))
+            ],
+            np.int64,
+        ),
         producers=np.array([value.producer for value in values], np.int64),
         value_sizes=np.array([value.bytes for value in values], np.int64),
         gradients=np.array([value.gradient for value in values], np.bool_),
@@ -135,3 +148,8 @@ def _befores(lists: Sequence[_Named]) -> _Ints:
             befores.append(last.get(name, -1))
             last[name] = k
     return np.array(befores, np.int64)
+
+
+def _afters(lists: Sequence[_Named]) -> _Ints:
+    turned = [named[::-1] for named in reversed(lists)]
+    return (len(lists) - 1 - _befores(turned))[::-1]

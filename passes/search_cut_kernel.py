@@ -29,6 +29,16 @@ def static_bytes(begin, end, ends, befores, sizes):  # type: ignore[no-untyped-d
 
 
 @compiled
+def adding_bytes(begin, end, ends, befores, afters, sizes):  # type: ignore[no-untyped-def]
+    """The gradients that add up in a backward: of weights that several of the blocks read."""
+    total = 0
+    for k in range(ends[begin - 1] if begin > 0 else 0, ends[end - 1]):
+        if befores[k] < begin and afters[k] < end:
+            total += sizes[k]
+    return total
+
+
+@compiled
 def shared_bytes(begin, end, ends, befores, sizes, bounds, device_of, j):  # type: ignore[no-untyped-def]
     """What of that the stage of its blocks before that names it, on the same device, has too."""
     total = 0
@@ -103,7 +113,7 @@ def cut(  # type: ignore[no-untyped-def]
     loss_bytes, forward_workspaces, backward_workspaces, input_workspaces, weight_workspaces,
     arriving_before, written_before, crossing,
     saved_ends, saved_befores, saved_sizes, saved_values,
-    static_ends, static_befores, static_sizes,
+    static_ends, static_befores, static_sizes, static_afters, gradient_sizes,
     producers, value_sizes, gradients, read_ends, readers,
     latency, per_ms, value_ms, byte_ms,
 ):  # fmt: skip
@@ -181,9 +191,12 @@ def cut(  # type: ignore[no-untyped-def]
             of_both = max(of_both, backward_workspaces[k])
             of_inputs = max(of_inputs, input_workspaces[k])
             of_weights = max(of_weights, weight_workspaces[k])
-        if not sends_back[j]:
-            of_inputs, of_weights = of_both, of_both
         if max(needed, of_both) > 0:
+            of_both += adding_bytes(
+                begin, end, static_ends, static_befores, static_afters, gradient_sizes
+            )
+            if not sends_back[j]:
+                of_inputs, of_weights = of_both, of_both
             # As partition_stages has it, but for what it knows not to be there at the same time.
             share = int(np.ceil(FRAGMENTATION * (static + kept + comes)))
             if again[begin:end].any():

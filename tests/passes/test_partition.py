@@ -166,6 +166,17 @@ def test_what_is_saved_behind_the_last_weights_is_gone_before_the_second_half() 
     assert last.input_workspace_bytes == 10 + 30 + share
 
 
+def test_the_gradient_of_a_weight_that_several_blocks_read_adds_up() -> None:
+    first, second, third = (
+        Block((name,), 1.0, 2.0, parameters=(("tied", 64), (name, 8)), backward_workspace_bytes=10)
+        for name in "abc"
+    )
+    stages, _ = stage_costs(plain([first, second, third], n_bytes=0), (1,), training_factor=0.0)
+    share = [math.ceil(FRAGMENTATION * stage.static_bytes) for stage in stages]
+    needed = [stage.backward_workspace_bytes for stage in stages]
+    assert needed == [10 + share[0], 10 + 64 + share[1]]
+
+
 def test_an_input_that_no_backward_keeps_is_gone_after_the_forward() -> None:
     reader = Block(("op",), 1.0, 1.0, saved=(("kept", 8),), forward_workspace_bytes=1)
     values = (Value("kept", 8, -1, (0,), False), Value("read", 16, -1, (0,), False))

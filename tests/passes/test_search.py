@@ -120,15 +120,27 @@ def test_the_judge_counts_tied_weights_once_on_one_device() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_judge_counts_what_stages_hand_over_on_one_device(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("tied", "halved"),
+    [
+        pytest.param((), 4, id="what stages hand over on one device"),
+        pytest.param((("tied", 100 * KIB),), 0, id="gradients of a weight that add up"),
+    ],
+)
+def test_the_judge_counts(seed: int, tied: tuple[tuple[str, int], ...], halved: int) -> None:
     chain = random_chain(Random(seed), 12, n_skips=3)
     needs = {"forward_workspace_bytes": 1, "backward_workspace_bytes": 1}
-    needing = replace(chain, blocks=tuple(replace(one, **needs) for one in chain.blocks))
+    needing = replace(
+        chain,
+        blocks=tuple(
+            replace(one, parameters=(*one.parameters, *tied), **needs) for one in chain.blocks
+        ),
+    )
     asked = problem(needing, 2, 4)
     shape = (0, 1, 1, 0)
     path = even_path(chain, asked.edges, 4)
 
-    found = Judge(asked)(Candidate(path, shape, (0,) * 4, asked.n_microbatches), (1, 2), 2)
+    found = Judge(asked)(Candidate(path, shape, (0,) * 4, halved), (1, 2), 2)
 
     cuts = tuple(asked.edges[e] for e in found.candidate.path[1:-1])
     exact = evaluate(
