@@ -138,6 +138,7 @@ def _stage_cost(
     of_inputs = of_weights = backward
     released = 0
     if crossing.sends_back:
+        # It is there in I and gone in W: what arrives, from I on, is less by it, and I needs it.
         released = min(cost.arriving_bytes, _released(blocks, crossing))
         # What blocks behind have saved stays for W, in which no gradients are on their way.
         of_inputs = max(
@@ -160,7 +161,7 @@ def _stage_cost(
 
 
 def _released(blocks: Sequence[Block], crossing: _Crossing) -> int:
-    """What the blocks behind the last that has weights save: it is there in I, and not in W."""
+    """What the blocks behind the last that has weights save, and no other: no W needs it."""
     with_weights = [
         k for k, block in enumerate(blocks) if block.weight_gradient_ms or block.arriving_bytes
     ]

@@ -3,9 +3,7 @@
 Whatever the plan, for each number of devices that work:
 
 1. All work has to be done: m micro-batches of the chain's forward and backward.
-2. The k-th device to be reached can't begin before the forward of k atoms and k messages. Before
-   any gradient of weights can be, a micro-batch keeps one device busy at a time, and each begins
-   with the same atom on the same device: k + 1 are not busy before that is done k times.
+2. The k-th device to be reached can't begin before the forward of k atoms and k messages.
 3. Until the first micro-batch has come to the chain's end and back to a device, that device can do
    forwards only: those of all devices together last no longer than m times the chain's, nor than
    those whose saved bytes fit at once.
@@ -47,15 +45,12 @@ def lower_bound_ms(
     first_ms = m * forward_ms
     if free_bytes is not None:
         first_ms = most_forward_ms(atoms, m, free_bytes)
-    # When so many micro-batches besides one have begun: never, if there are no more.
-    begun = np.arange(n_devices) * atoms.forward[0]
-    begun[m:] = np.inf
     bounds = []
     # A plan may leave devices without a stage: the bound is that of the best number of them.
     for used in range(1, min(n_devices, len(atoms.forward)) + 1):
         there, back = atoms.hops_there[:used], atoms.hops_back[:used]
         end_ms = float(forward_ms + there[-1])
-        begins = float(np.maximum(before[:used] + there, begun[:used]).clip(max=end_ms).sum())
+        begins = float((before[:used] + there).sum())
         returns = float((end_ms + after[:used] + back).sum())
         idle_ms = max(begins, returns - m * forward_ms, used * end_ms - first_ms)
         there_and_back_ms = end_ms + back_ms + float(back[-1])

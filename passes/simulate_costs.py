@@ -13,11 +13,11 @@ class StageCost:
     `weight_gradient_ms` is what of `backward_ms` is for weights alone. The stage's segments, if it
     has any, compute `again_bytes` of what they save again, in `again_ms`, in every backward. If its
     backward is halved, the first half takes `halving_ms` longer than its part of the whole, and
-    `arriving_bytes`, gradients most of all, wait for the second; each part has a workspace of its
-    own. `passing_bytes` of what it reads are gone after F, unless it recomputes; then
-    `written_bytes` are copies of the buffers that F writes. `shared` names what of its static bytes
-    other stages have too, such as a tied weight: a device holds it once. `loss_bytes` are there as
-    F ends and the loss is taken, in the place of F's workspace.
+    `arriving_bytes`, gradients most of all, less what only the first needs, wait for the second;
+    each part has a workspace of its own. `passing_bytes` of what it reads are gone after F, unless
+    it recomputes; then `written_bytes` are copies of the buffers that F writes. `shared` names what
+    of its static bytes other stages have too, such as a tied weight: a device holds it once.
+    `loss_bytes` are there as F ends and the loss is taken, in the place of F's workspace.
     """
 
     forward_ms: float

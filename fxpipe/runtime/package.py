@@ -197,11 +197,7 @@ def _stages(
     package = package_of(folder)
     importlib.invalidate_caches()
     stages = []
-    frozen = frozenset(
-        state.name
-        for state in manifest.state
-        if state.kind == "parameter" and not state.spec.requires_grad
-    )
+    frozen = frozenset(state.name for state in manifest.state if not state.spec.requires_grad)
     # Constructors draw initial weights; loading must not change what the caller draws next.
     with torch.random.fork_rng(devices=[]):
         for j, spec in enumerate(manifest.stages):
@@ -215,7 +211,8 @@ def _stages(
             device = place(lanes[spec.device])
             lane = spec.device if rank is None else 0
             path = str(folder / spec.file)
-            stages.append(Stage(j, spec, module.to(device), lane, device, path, frozen=frozen))
+            own = frozen.intersection(spec.parameters)
+            stages.append(Stage(j, spec, module.to(device), lane, device, path, frozen=own))
     return stages
 
 

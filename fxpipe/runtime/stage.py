@@ -30,8 +30,8 @@ class Stage:
     """Stage `index` on lane `lane`, which is `device`; `path` is its file.
 
     With `relay` its forward is that, which calls the module's. `recomputes` lets its file say what
-    of the forward is computed again in backward. `frozen` are the model's parameters that were not
-    trained when it was compiled.
+    of the forward is computed again in backward. `frozen` are those of its parameters that were not
+    trained when the model was compiled.
     """
 
     index: int
@@ -111,15 +111,14 @@ class Stage:
         `given` says which inputs have one. Those outputs may that had one as the model was traced,
         and all where something has one now that had none.
         """
-        parameters = [name for name, p in self.module.named_parameters() if p.requires_grad]
         as_traced = (
             self.module.training
-            and self.frozen.isdisjoint(parameters)
+            and not any(self.module.get_parameter(name).requires_grad for name in self.frozen)
             and all(
                 port.spec.requires_grad >= has for port, has in zip(self.inputs, given, strict=True)
             )
         )
-        graph = any(given) or bool(parameters)
+        graph = any(given) or any(p.requires_grad for p in self.module.parameters())
         return [
             graph and differentiable(output) and (spec.spec.requires_grad or not as_traced)
             for output, spec in zip(outputs, self.outputs, strict=True)
