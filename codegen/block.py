@@ -10,7 +10,8 @@ from fxpipe.codegen.arguments import Column, input_names, setting_names
 from fxpipe.codegen.loops import LOOP, Loop
 from fxpipe.codegen.made import Made, Written, made_of_stock
 from fxpipe.codegen.names import called_values
-from fxpipe.codegen.parts import Facts, Opened, Part, Slot, open_part
+from fxpipe.codegen.opening import open_part
+from fxpipe.codegen.parts import Facts, Opened, Part, Slot
 from fxpipe.codegen.scope import Scope
 from fxpipe.interpret import MODE
 from fxpipe.ir import Capture

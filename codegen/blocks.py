@@ -28,7 +28,8 @@ from fxpipe.codegen.growing import grow_lists
 from fxpipe.codegen.loops import fold_loops
 from fxpipe.codegen.made import Made, dtypes_within, made_of_stock
 from fxpipe.codegen.names import CALLED, called_values
-from fxpipe.codegen.parts import Facts, OutsideError, Part, find_slots
+from fxpipe.codegen.opening import find_slots
+from fxpipe.codegen.parts import Facts, OutsideError, Part
 from fxpipe.codegen.scope import Scope
 from fxpipe.codegen.segments import mark
 from fxpipe.codegen.stage_scope import StageScopes

@@ -5,14 +5,12 @@ than once gets a variable; a run over a list of modules is a loop.
 """
 
 import ast
-import operator
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-import torch
 from torch import fx, nn
 
 from fxpipe.codegen.calls import home
@@ -22,6 +20,7 @@ from fxpipe.codegen.lines import Writer, called, is_statement
 from fxpipe.codegen.loops import CHECKPOINT, LOOP, Loop, item_of
 from fxpipe.codegen.names import Containers, is_free, path
 from fxpipe.codegen.outlived import outlived
+from fxpipe.codegen.reading import items_of, paths, reads
 from fxpipe.codegen.scope import Scope
 from fxpipe.interpret import MODE
 from fxpipe.regions import PLAIN, REGION, Region
@@ -78,7 +77,7 @@ class Body:
         unpacked: set[fx.Node] = set()
         for place, node in enumerate(members):
             after = members[place + 1] if place + 1 < len(members) else None
-            items = _items(node, members[place + 1 :])
+            items = items_of(node, members[place + 1 :])
             if node in unpacked or node.target is item_of:
                 continue
             unpacked.update(item for item in items if item is not None)
@@ -129,7 +128,7 @@ class Body:
     def _shorten(self, module: str, members: Sequence[fx.Node]) -> Iterator[Line]:
         """A variable for the module, if its lines name it more than once and it is a long name."""
         inside = f"{module}."
-        named = sum(name.startswith(inside) for node in members for name in _paths(node))
+        named = sum(name.startswith(inside) for node in members for name in paths(node))
         if named < 2 or "." not in module:
             return
         last = next((part for part in reversed(module.split(".")) if not part.isdecimal()), "")
@@ -248,7 +247,7 @@ class Body:
         return all(
             ".".join(name.split(".")[: inside.count(".") + 1]) in here
             for other in others
-            for name in _paths(other)
+            for name in paths(other)
             if name.startswith(inside) or name == node.target
         )
 
@@ -282,43 +281,6 @@ def _settings(region: Region) -> Iterator[str]:
         yield f"torch.autocast(device.type, dtype={each.dtype}, enabled={each.enabled}{cache})"
 
 
-def _items(node: fx.Node, following: Sequence[fx.Node]) -> list[fx.Node | None]:
-    """The ops right behind `node` that unpack the tuple it makes, if nothing else reads it."""
-    value = node.meta.get("val")
-    if not isinstance(value, tuple | list) or len(value) < 2:
-        return []
-    items: list[fx.Node | None] = [None] * len(value)
-    unpacking = sum(user.target is not item_of for user in node.users)
-    for item in following[:unpacking]:
-        if item.target is not operator.getitem or item.args[0] is not node:
-            return []
-        if not isinstance(item.args[1], int) or items[item.args[1]] is not None:
-            return []
-        items[item.args[1]] = item
-    return items if len(following) >= unpacking > 0 else []
-
-
 def _unparenthesized(code: str) -> str:
     """The same code with no more parentheses than it needs."""
     return ast.unparse(ast.parse(code))
-
-
-def names_device(node: fx.Node) -> bool:
-    """Whether the line of `node` names the stage's device."""
-    found: list[object] = []
-    fx.node.map_aggregate((node.args, node.kwargs), found.append)
-    opens_autocast = bool(node.meta.get(REGION, PLAIN).autocasts)
-    return opens_autocast or any(isinstance(value, torch.device) for value in found)
-
-
-def reads(node: fx.Node) -> Iterator[fx.Node]:
-    """The arguments of `node` that are values, each as often as it stands there."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return iter(found)
-
-
-def _paths(node: fx.Node) -> list[str]:
-    """The module paths and state names that `node` uses."""
-    names = [str(used.target) for used in reads(node) if used.op == "get_attr"]
-    return [*names, str(node.target)] if node.op == "call_module" else names

@@ -8,11 +8,12 @@ from itertools import groupby
 import torch
 from torch import fx, nn
 
-from fxpipe.codegen.body import Body, names_device
+from fxpipe.codegen.body import Body
 from fxpipe.codegen.comments import Comments, Line
 from fxpipe.codegen.constructor import Constructor, construct
 from fxpipe.codegen.loops import LOOP, collected_names, read_throughout
 from fxpipe.codegen.names import local_names, path
+from fxpipe.codegen.reading import names_device
 from fxpipe.codegen.scope import Scope
 from fxpipe.codegen.sizes import size_lines
 from fxpipe.runtime.manifest import Mode, TensorSpec

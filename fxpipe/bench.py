@@ -15,12 +15,12 @@ from fxpipe import view
 from fxpipe.comparison import PEAK, STEP, Figure, compare, figures
 from fxpipe.errors import InputError
 from fxpipe.loss import loss_of, own_loss
-from fxpipe.report import devices_text, ms_text
 from fxpipe.runtime import Pipeline, load
 from fxpipe.runtime.manifest import Manifest, TensorSpec
 from fxpipe.runtime.stream import Devices, synchronize
 from fxpipe.runtime.structure import rebuild
 from fxpipe.target import Target
+from fxpipe.texts import devices_text, ms_text
 from fxpipe.view import View
 
 _WARM_UP = 2

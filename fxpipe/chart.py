@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fxpipe.boxes import CAPACITY, CRITICAL, NAMES, Box, boxes, dark, line_color
-from fxpipe.report import bytes_text, ms_text
 from fxpipe.runtime.trace import COPY
+from fxpipe.texts import bytes_text, ms_text
 from fxpipe.view import View
 
 _AXIS, _TITLE, _ROW, _GAP, _COPY, _MEMORY, _KEY = 18, 28, 24, 4, 3, 120, 16

@@ -8,9 +8,9 @@ from typing import Any
 from rich.table import Table
 
 from fxpipe.boxes import NAMES, kinds
-from fxpipe.report import bytes_text, ms_text
 from fxpipe.runtime.trace import COPY
 from fxpipe.schedule import Action, Kind
+from fxpipe.texts import bytes_text, ms_text
 from fxpipe.view import View
 
 STEP, BUBBLE, PEAK = ("step", "time"), "bubble", "peak memory"

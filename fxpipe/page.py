@@ -10,8 +10,9 @@ from fxpipe.boxes import CAPACITY, COLORS, CRITICAL, NAMES, kinds
 from fxpipe.chart import chart
 from fxpipe.comparison import compare, figures
 from fxpipe.edits import Edits
-from fxpipe.report import bytes_text, devices_text, ms_text, package_json
+from fxpipe.report import package_json
 from fxpipe.runtime.manifest import CandidateSpec, Manifest
+from fxpipe.texts import bytes_text, devices_text, ms_text
 from fxpipe.view import View
 
 _TEMPLATES = Path(__file__).parent / "templates"

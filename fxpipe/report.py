@@ -11,6 +11,7 @@ from rich.table import Table
 
 from fxpipe.edits import Edits
 from fxpipe.runtime.manifest import Manifest, PartSpec, StageSpec
+from fxpipe.texts import bytes_text, devices_text, ms_text, plural
 
 if TYPE_CHECKING:
     from fxpipe.package import Package
@@ -101,9 +102,9 @@ def _files(edits: Edits) -> list[str]:
 def _heading(manifest: Manifest) -> str:
     at_most = "at most " if manifest.batch % manifest.microbatches else ""
     return (
-        f"[bold]{escape(manifest.model)}[/bold]: {_plural(len(manifest.stages), 'stage')} on "
+        f"[bold]{escape(manifest.model)}[/bold]: {plural(len(manifest.stages), 'stage')} on "
         f"{devices_text(manifest.devices)}; batch {manifest.batch} in "
-        f"{_plural(manifest.microbatches, 'micro-batch', 'es')} of {at_most}{_rows(manifest)}; "
+        f"{plural(manifest.microbatches, 'micro-batch', 'es')} of {at_most}{_rows(manifest)}; "
         f"schedule {manifest.schedule}"
     )
 
@@ -219,7 +220,7 @@ def verification_table(result: "Verification", edits: Edits) -> RenderableType:
         if result.equal
         else f"[red]differs[/red]: over {result.tolerance:g} relative"
     )
-    m = _plural(result.microbatches, "micro-batch", "es")
+    m = plural(result.microbatches, "micro-batch", "es")
     notes = [*(escape(note) for note in result.notes), *_files(edits)]
     return Group(table, *notes, f"{verdict} ({result.dtype}, batch {result.batch} in {m})")
 
@@ -228,7 +229,7 @@ def choice_text(asked: str, devices: Sequence[str], n_cuda: int) -> str:
     """Which devices a `--devices` text came to, and why."""
     text = f"devices: {devices_text(devices)}"
     if set(devices) == {"cpu"} and asked.strip().isdigit():
-        return f"{text}, since this machine has {_plural(n_cuda, 'CUDA device')}"
+        return f"{text}, since this machine has {plural(n_cuda, 'CUDA device')}"
     return text
 
 
@@ -240,29 +241,6 @@ def part_text(part: PartSpec) -> str:
         f"took {taken}, {part.share:.0%} of the parameters: {part.broken_by}\n"
         "the rest runs as it is: model = fxpipe.splice(model, fxpipe.load(...))"
     )
-
-
-def devices_text(devices: Sequence[str]) -> str:
-    """`2 CPU lanes`, or the devices by name."""
-    if set(devices) == {"cpu"}:
-        return _plural(len(devices), "CPU lane")
-    return ", ".join(devices)
-
-
-def bytes_text(n_bytes: float) -> str:
-    """Bytes in the unit that reads best, as `1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if n_bytes < 1024:
-            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1024
-    return f"{n_bytes:.2f} GiB"
-
-
-def ms_text(ms: float) -> str:
-    """Milliseconds to three digits, as `1.23 ms`; seconds from 10,000 ms on."""
-    if ms >= 10_000:
-        return f"{ms / 1000:.1f} s"
-    return f"{ms:.{2 if ms < 10 else 1 if ms < 100 else 0}f} ms"
 
 
 def new_table(*headings: str) -> Table:
@@ -301,10 +279,6 @@ def _shared(manifest: Manifest) -> dict[str, tuple[int, ...]]:
 def _first_names(manifest: Manifest, stage: StageSpec) -> Sequence[str]:
     alias_of = {state.name: state.alias_of or state.name for state in manifest.state}
     return list(dict.fromkeys(alias_of.get(name, name) for name in stage.parameters))
-
-
-def _plural(n: int, noun: str, ending: str = "s") -> str:
-    return f"{n} {noun}{'' if n == 1 else ending}"
 
 
 def _finite(value: Any) -> Any:

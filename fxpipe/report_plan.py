@@ -10,7 +10,7 @@ from rich.table import Table
 from fxpipe.ir import Plan
 from fxpipe.passes.search_order import NAME as ORDERED
 from fxpipe.planner import Answer, Question
-from fxpipe.report import bytes_text, ms_text
+from fxpipe.texts import bytes_text, ms_text
 
 
 def plan_json(question: Question, found: Answer, others: Sequence[Answer]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 
 from fxpipe.ir import Link, Profile
-from fxpipe.report import bytes_text, ms_text, new_table
+from fxpipe.report import new_table
+from fxpipe.texts import bytes_text, ms_text
 
 _DEAREST = 8
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from fxpipe.boxes import CAPACITY, COLORS, CRITICAL, NAMES, Box, boxes, dark, kinds, line_color
 from fxpipe.errors import InputError
-from fxpipe.report import bytes_text, ms_text
 from fxpipe.runtime.trace import COPY, RECOMPUTE
+from fxpipe.texts import bytes_text, ms_text
 from fxpipe.view import View
 
 if TYPE_CHECKING:

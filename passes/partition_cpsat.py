@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from fxpipe.ir import Link
 from fxpipe.passes import partition_dp
 from fxpipe.passes.partition import Problem, Scorer, Solution
+from fxpipe.passes.partition_atoms import BYTES_PER_UNIT, Atoms, atoms_of
 from fxpipe.passes.partition_costs import Cuts, held_sets
 from fxpipe.schedule import Action, Kind
 
@@ -34,26 +35,8 @@ _UNITS_PER_STEP = 10**7
 _ROUNDING = 1e-4
 # OR-Tools counts 0.3 to 0.8 units of work in a second of one core; the rest is for a busy machine.
 _WORK_PER_SECOND = 0.2
-_BYTES_PER_UNIT = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class _Atoms:
-    """Costs by atom, rounded down; of boundaries, by the atom after.
-
-    `received_saved` are those received values that some backward saves: they are in `saved` too.
-    """
-
-    forward: list[int]
-    backward: list[int]
-    send: list[int]
-    back: list[int]
-    static: list[int]
-    saved: list[int]
-    received: list[int]
-    received_saved: list[int]
-    input: list[int]
-    weight: list[int]
 
 
 def solve(score: Scorer, *, seed: int, time_limit_s: float) -> Solution:
@@ -74,7 +57,7 @@ def solve(score: Scorer, *, seed: int, time_limit_s: float) -> Solution:
     unit_ms = step_ms / _UNITS_PER_STEP or 1.0
     model = cp_model.CpModel()
     horizon = ceil(step_ms / unit_ms) if not over else 100 * _UNITS_PER_STEP
-    late = _build(model, problem, _atoms(problem, unit_ms), horizon)
+    late = _build(model, problem, atoms_of(problem, unit_ms), horizon)
     _give_hint(model, problem, late, best)
     bound_ms = _least_step_ms(problem)
     work, seconds = _WORK_PER_SECOND * time_limit_s, time_limit_s
@@ -124,7 +107,7 @@ def _least_step_ms(problem: Problem) -> float:
 
 
 def _build(
-    model: "cp_model.CpModel", problem: Problem, atoms: _Atoms, horizon: int
+    model: "cp_model.CpModel", problem: Problem, atoms: Atoms, horizon: int
 ) -> "list[list[cp_model.IntVar]]":
     """Rules 1, 2 and 4; the variables `late`, with a row of ones before and of zeros after."""
     from ortools.sat.python import cp_model
@@ -163,7 +146,7 @@ def _build(
                 + saved * of_stage(atoms.saved, j)
                 + in_flight * at_start(atoms.received, j)
                 + (in_flight - saved) * at_start(atoms.received_saved, j)
-                <= problem.capacity_of(j) // _BYTES_PER_UNIT
+                <= problem.capacity_of(j) // BYTES_PER_UNIT
             )
     times = _Times(
         forward=[variable(of_stage(atoms.forward, j), f"forward_{j}") for j in range(n)],
@@ -250,42 +233,6 @@ def _add_table(
         rest = rest - times.forward[j] - (0 if halved else times.backward[j])
 
 
-def _atoms(problem: Problem, unit_ms: float) -> _Atoms:
-    chain, edges = problem.chain, problem.edges
-    atom_of = [a for a in range(len(edges) - 1) for _ in range(edges[a], edges[a + 1])]
-    atoms = _Atoms(*([0] * (len(edges) - 1) for _ in range(10)))
-    value_bytes = {value.name: value.bytes for value in chain.values}
-    seen: set[tuple[str, str]] = set()
-    for block, a in zip(chain.blocks, atom_of, strict=True):
-        atoms.forward[a] += int(block.forward_ms / unit_ms)
-        atoms.backward[a] += int(block.backward_ms / unit_ms)
-        atoms.input[a] += int((block.backward_ms - block.weight_gradient_ms) / unit_ms)
-        atoms.weight[a] += int(block.weight_gradient_ms / unit_ms)
-        for kind, factor, held in (
-            ("parameters", 1 + problem.training_factor, atoms.static),
-            ("buffers", 1, atoms.static),
-            ("saved", 1, atoms.saved),
-        ):
-            for name, size in getattr(block, kind):
-                if (kind, name) not in seen:
-                    # A stage that receives what it saves holds the value, not its whole storage.
-                    size = min(size, value_bytes.get(name, size)) if kind == "saved" else size
-                    held[a] += int(factor * size / _BYTES_PER_UNIT)
-                    seen.add((kind, name))
-    sent, back = ([0] * (len(edges) - 1) for _ in range(2))
-    for value in chain.values:
-        readers = {atom_of[k] for k in value.consumers if k < len(atom_of)}
-        if value.producer >= 0 and (after := atom_of[value.producer] + 1) in readers:
-            sent[after] += value.bytes
-            back[after] += value.bytes if value.gradient else 0
-            is_saved = ("saved", value.name) in seen
-            held = atoms.received_saved if is_saved else atoms.received
-            held[after] += value.bytes // _BYTES_PER_UNIT
-    links = (problem.network.link, *problem.network.pairs.values())
-    fastest = Link(min(x.latency_ms for x in links), max(x.bytes_per_ms for x in links))
-    for sizes, delays in ((sent, atoms.send), (back, atoms.back)):
-        delays[:] = (int(fastest.transfer_ms(b) / unit_ms) if b else 0 for b in sizes)
-    return atoms
 
 
 def _give_hint(

@@ -96,23 +96,6 @@ def test_verification_says_what_was_compared_in_another_way():
     assert lines[2] == "output.scores [batch, batch]: by micro-batch"
 
 
-def test_units_read_well():
-    assert [report.bytes_text(n) for n in (0, 1023, 1536, 2**20, 5 * 2**40)] == [
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "1.0 MiB",
-        "5120.00 GiB",
-    ]
-    assert [report.ms_text(ms) for ms in (0.012, 9.99, 12.34, 1234.5, 12345)] == [
-        "0.01 ms",
-        "9.99 ms",
-        "12.3 ms",
-        "1234 ms",
-        "12.3 s",
-    ]
-
-
 def test_devices_are_told_in_words():
     choice = report.choice_text("2", ["cpu", "cpu"], 1)
     assert choice == "devices: 2 CPU lanes, since this machine has 1 CUDA device"

@@ -2,8 +2,6 @@
 
 import contextlib
 import functools
-import hashlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +20,14 @@ from fxpipe.capture.assigned import (
 from fxpipe.capture.calls import CallCheck
 from fxpipe.capture.check import Check, Checked
 from fxpipe.capture.dtypes import open_dtypes
-from fxpipe.capture.dynamo import FlatModel, dynamo_graph, user_place
+from fxpipe.capture.dynamo import FlatModel, dynamo_graph
+from fxpipe.capture.fingerprint import fingerprint
 from fxpipe.capture.functions import Functions
 from fxpipe.capture.graph import own_graph
 from fxpipe.capture.inputs import Form, batch_of, bind, copies, flat_inputs, input_names, with_rows
 from fxpipe.capture.modes import depends_on_mode, merge_modes
 from fxpipe.capture.names import ModelNames, all_tensors, model_names
+from fxpipe.capture.places import user_place
 from fxpipe.capture.refuse import (
     refuse_hooks,
     refuse_lazy,
@@ -43,7 +43,6 @@ from fxpipe.errors import CaptureError, InputError
 from fxpipe.interpret import model_dtype, untouched
 from fxpipe.ir import Capture, Input, Op
 from fxpipe.memory import faked, lacks_memory
-from fxpipe.regions import PLAIN, REGION
 from fxpipe.runtime.manifest import TensorSpec
 from fxpipe.runtime.structure import Structure, describe, rebuild
 from fxpipe.specs import tensor_spec
@@ -125,7 +124,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         batch=batch,
         sizes={name: n for name, n in traced.sizes.values.items() if name != "batch"},
         conditions=traced.sizes.conditions,
-        fingerprint=_fingerprint(graph, specs),
+        fingerprint=fingerprint(graph, specs),
         checked=_checked(traced.found, traced.evaluates, memoryless),
     )
 
@@ -289,14 +288,3 @@ def _outputs(graph: fx.Graph) -> tuple[str, ...]:
     values = graph.output_node().args[0]
     assert isinstance(values, tuple)
     return tuple(value.name for value in values if isinstance(value, fx.Node))
-
-
-def _fingerprint(graph: fx.Graph, specs: Mapping[str, TensorSpec]) -> str:
-    """Equal for the same graph on values of the same kind, whatever the weights."""
-    lines = [
-        f"{n.op} {n.name} {n.target} {n.args} {n.kwargs} {n.meta.get(REGION, PLAIN)}"
-        for n in graph.nodes
-    ]
-    lines += [f"{name} {spec}" for name, spec in specs.items()]
-    text = re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines))
-    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]

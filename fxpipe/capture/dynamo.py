@@ -2,15 +2,11 @@
 
 import inspect
 import logging
-import os
-import re
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import islice
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -27,14 +23,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from fxpipe.capture.inputs import Form
+from fxpipe.capture.places import parse_stack, place_text, user_frame
 from fxpipe.capture.region import Region
 from fxpipe.capture.rules import functions_as_ops, more_rules
 from fxpipe.errors import CaptureError
 from fxpipe.runtime.leaves import in_mode
 from fxpipe.runtime.structure import Structure, assemble, imported, tensors_at
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_HERE = str(Path(__file__).parent.parent) + os.sep
 _EFFORT, _LONGEST, _DEEPEST = 100_000, 1000, 3
 _TALKATIVE = (  # print their own account of what we raise
     "torch._guards",
@@ -235,42 +230,6 @@ def function_of(node: fx.Node) -> type[torch.autograd.Function] | None:
     return found
 
 
-def user_frame(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """The innermost frame that is neither torch's nor ours."""
-    return next(reversed(user_frames(stack)), None)
-
-
-def user_frames(stack: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """The frames that are neither torch's nor ours, outermost first."""
-    ours = (_TORCH, _HERE, "<")
-    return [frame for frame in stack if not frame.filename.startswith(ours)]
-
-
-def parse_stack(text: str) -> list[traceback.FrameSummary]:
-    """The frames in a stack trace that torch keeps as text."""
-    found = re.finditer(r'File "([^"]+)", line (-?\d+), in ([^\n]+)\n([^\n]*)', text)
-    return [
-        traceback.FrameSummary(file, int(line), name, lookup_line=False, line=code)
-        for file, line, name, code in (match.groups() for match in found)
-    ]
-
-
-def user_place(error: BaseException) -> str:
-    """Where in the user's code `error` arose, in words."""
-    return _place(user_frame(traceback.extract_tb(error.__traceback__)))
-
-
-def place_of(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost frame of the user's, in words."""
-    return _place(user_frame(stack))
-
-
-def _place(frame: traceback.FrameSummary | None) -> str:
-    if frame is None:
-        return "in the model's forward"
-    return f"at {frame.filename}, line {frame.lineno}: {(frame.line or '').strip()}"
-
-
 _PYTHON_DRAWS = (
     "forward draws numbers from Python's random module, of which no stage can be made: draw them "
     "with torch, as torch.rand(()), which a pipeline seeds for each micro-batch"
@@ -278,7 +237,7 @@ _PYTHON_DRAWS = (
 
 
 def _frozen_batch(message: str, batch: int) -> str:
-    place = _place(user_frame(parse_stack(message)))
+    place = place_text(user_frame(parse_stack(message)))
     return (
         f"forward works for one batch size only, {place}\n"
         "A pipeline cuts the batch into micro-batches: write x.size(0) in place of the number.\n"
@@ -296,7 +255,7 @@ def _unsupported(error: Exception) -> str:
     hints = [line for line in lines if line.startswith("Hint:")]
     return "\n".join(
         [
-            f"the model can't be captured as one graph, {_place(frame)}",
+            f"the model can't be captured as one graph, {place_text(frame)}",
             *reasons,
             *hints[:2],
             "A pipeline needs a forward whose path does not depend on the values of its tensors: "

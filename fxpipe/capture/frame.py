@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-from fxpipe.capture.dynamo import place_of
 from fxpipe.capture.inputs import batch_of
+from fxpipe.capture.places import place_of
 from fxpipe.errors import CaptureError
 
 

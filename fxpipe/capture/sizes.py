@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils._sympy.printers import PythonPrinter
 
 from fxpipe.errors import CaptureError
-from fxpipe.runtime.manifest import holds, size
+from fxpipe.runtime.sizes import holds, size
 from fxpipe.specs import literal, tensor_spec
 
 Names = dict[sympy.Expr, str]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fxpipe.capture.dynamo import parse_stack, user_frames
+from fxpipe.capture.places import parse_stack, user_frames
 from fxpipe.ir import SourceLine
 from fxpipe.source import short_path
 

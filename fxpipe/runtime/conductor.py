@@ -19,7 +19,7 @@ from fxpipe.errors import InputError
 from fxpipe.runtime import stream
 from fxpipe.runtime.closure import Closure
 from fxpipe.runtime.end import End
-from fxpipe.runtime.pipeline import Visit
+from fxpipe.runtime.engine import Visit
 from fxpipe.runtime.portal import CALLER, Wire
 from fxpipe.runtime.random import RandomStream, borrowed
 from fxpipe.schedule import Action, Kind, clock_order

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from fxpipe.runtime.manifest import InputSpec, Manifest, holds, size
+from fxpipe.runtime.manifest import InputSpec, Manifest
+from fxpipe.runtime.sizes import holds, size
 
 
 def sizes_of(manifest: Manifest, tensors: Sequence[Tensor]) -> dict[str, int]:

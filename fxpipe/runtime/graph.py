@@ -19,9 +19,10 @@ from fxpipe.errors import FxpipeError
 from fxpipe.runtime import stream
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.end import LossFn
+from fxpipe.runtime.graph_room import GraphRoom, captured, graph_room, in_room
 from fxpipe.runtime.microbatch import map_tensors
 from fxpipe.runtime.stage import Stage
-from fxpipe.runtime.stream import Device, GraphRoom
+from fxpipe.runtime.stream import Device
 from fxpipe.runtime.swapping import holder_of
 
 # A step's loss and its inputs' gradients.
@@ -109,7 +110,7 @@ class Graphs:
         for buffer, tensor in zip(buffers, [*inputs, *_tensors(target)], strict=True):
             buffer.detach().copy_(tensor.detach())
         parameters = self._parameters()
-        room = self._room = self._room or stream.graph_room(device)
+        room = self._room = self._room or graph_room(device)
 
         def run() -> Outcome:
             # A cast of a weight that was cached before would stay as it was for ever.
@@ -121,7 +122,7 @@ class Graphs:
                 parameter.grad = None
             # Twice: libraries set themselves up, and gradients are added to those of the first. On
             # the stream that captures, since autograd may remember the one it ran on.
-            with stream.in_room(room):
+            with in_room(room):
                 run()
                 run()
             if replaced():
@@ -131,7 +132,7 @@ class Graphs:
                 assert parameter.grad is not None
                 parameter.grad = self._gradients.setdefault(parameter, parameter.grad)
             try:
-                outcome, replay = stream.captured(room, run)
+                outcome, replay = captured(room, run)
             except (FxpipeError, RuntimeError) as error:
                 return _cause(error)
             moved = [p for p in trained if p.grad is not self._gradients[p]]

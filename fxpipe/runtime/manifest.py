@@ -3,16 +3,15 @@
 import dataclasses
 import json
 import math
-import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from fxpipe.errors import PackageError
 from fxpipe.runtime.read_json import read
+from fxpipe.runtime.sizes import size
 from fxpipe.runtime.structure import Structure
 
 FORMAT = 4
@@ -280,25 +279,3 @@ class Manifest:
 def there(mode: Mode, training: bool) -> bool:
     """Whether a value of `mode` is there in train or in eval mode."""
     return mode == "both" or (mode == "train") is training
-
-
-def size(expression: str, values: Mapping[str, int]) -> int:
-    """A size where the named sizes have these values. Raises PackageError."""
-    return int(_evaluated(expression, values))
-
-
-def holds(condition: str, values: Mapping[str, int]) -> bool:
-    """Whether a comparison of sizes is met. Raises PackageError."""
-    return bool(_evaluated(condition, values))
-
-
-def _evaluated(expression: str, values: Mapping[str, int]) -> Any:
-    known = {"__builtins__": {}, "max": max, "min": min, **values}
-    try:
-        if not re.fullmatch(r"[\w+*/%()<>=!, -]+", expression) or "__" in expression:
-            raise ValueError("it is no arithmetic")
-        return eval(expression, known)
-    except (NameError, SyntaxError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise PackageError(
-            f"{expression!r} is no size: write an expression in {', '.join(values)} ({error})"
-        ) from error

@@ -1,8 +1,7 @@
 """The package at work: an `nn.Module` with the original's state, and a training step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,49 +12,26 @@ from torch.amp import GradScaler
 
 from fxpipe.errors import InputError
 from fxpipe.runtime import microbatch, stream, ties
-from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.clock import Clock
 from fxpipe.runtime.closure import running
 from fxpipe.runtime.components import ALL, Components
-from fxpipe.runtime.copy import Links, new_copy_streams
 from fxpipe.runtime.end import End, LossFn, Objective
+from fxpipe.runtime.engine import Engine
 from fxpipe.runtime.graph import Graphs
-from fxpipe.runtime.lanes import Lanes
-from fxpipe.runtime.leaves import in_mode
-from fxpipe.runtime.manifest import Manifest, there
+from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.memory import Memory
-from fxpipe.runtime.original import Original
-from fxpipe.runtime.portal import CALLER, Wire, Wires, source_of
-from fxpipe.runtime.random import RandomStream, microbatch_seeds
 from fxpipe.runtime.room import check_room
 from fxpipe.runtime.saving import Alone, save
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.step import Step
-from fxpipe.runtime.stream import Device, Stream
-from fxpipe.runtime.structure import Structure, rebuild
+from fxpipe.runtime.stream import Device
+from fxpipe.runtime.structure import rebuild
 from fxpipe.runtime.trace import Trace
-from fxpipe.schedule import Action, Schedule, clock_order
+from fxpipe.schedule import Schedule
 
 
-@dataclass(frozen=True, slots=True)
-class Workers:
-    """What the first call makes: the lanes, and a copy stream per lane and micro-batch."""
-
-    lanes: Lanes
-    copies: Sequence[Sequence[Stream]]
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """A closure's call of a pipeline: the inputs by value, and the settings it was made under."""
-
-    pipe: "Pipeline"
-    piece: Mapping[str, Tensor]
-    ambient: Ambient
-
-
-class Pipeline(Original):
+class Pipeline(Engine):
     """A compiled model: call it like the original, or train it with `step`.
 
     A batch is cut into `manifest.microbatches` micro-batches along dimension 0. Outputs are on the
@@ -75,31 +51,14 @@ class Pipeline(Original):
     ) -> None:
         if capture not in (None, "graph"):
             raise InputError(f"there is no capture {capture!r}: graph, or None")
-        manifest, stages = components.applied(manifest, stages)
-        state = [spec for spec in manifest.state if spec.name not in elsewhere]
-        super().__init__(state, stages, devices, buffers, elsewhere)
-        self._components = components
-        self._manifest = manifest
-        self._schedule = schedule
-        self._estimate = manifest.estimate
-        self._wires = {training: Wires.of(manifest, training) for training in (True, False)}
-        self._outputs = [Wire(source_of(o.stage), o.value) for o in manifest.outputs]
-        self._workers: Workers | None = None
+        super().__init__(manifest, schedule, stages, devices, buffers, components, elsewhere)
         self._fits = 0  # rows of a micro-batch that are known to fit
-        self._trace: Trace | None = None
-        self._memory: Memory | None = None
         self._captures = capture is not None
         self._graphs: Graphs | None = None
 
-    @property
-    def manifest(self) -> Manifest:
-        """What is known of the package."""
-        return self._manifest
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The devices it runs on, one lane each."""
-        return self._devices
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what runs it, so that `copy.deepcopy` works."""
+        return super().__getstate__() | {"_graphs": None}
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """The original model's output for a batch; one of fewer than m rows goes one by one.
@@ -264,11 +223,6 @@ class Pipeline(Original):
 
         return Memory(self._devices, self._estimate.peak_bytes, self._stages, count)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """All but what runs it, so that `copy.deepcopy` works."""
-        gone = ("_workers", "_trace", "_memory", "_graphs")
-        return self.__dict__ | dict.fromkeys(gone)
-
     def __repr__(self) -> str:
         lines = [
             f"{self._manifest.model} in {len(self._stages)} stages, "
@@ -284,116 +238,3 @@ class Pipeline(Original):
         """What a checkpoint has of this process: each tensor once."""
         tensors = self._tensors()
         return {name: tensors[name] for name in self._state.first_names if name in tensors}
-
-    def _structure(self) -> Structure:
-        return in_mode(self._manifest.output_structure, self.training)
-
-    def _inputs(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor]:
-        """The call's tensors."""
-        microbatch.refuse_other_mode(self._manifest, self.training)
-        return microbatch.bind(self._manifest, args, kwargs)
-
-    def _begin(self, inputs: Sequence[Tensor]) -> tuple[list[int], Call]:
-        """The micro-batches' rows, and what the call's lanes share."""
-        rows = microbatch.rows_of(self._manifest, inputs, self._manifest.microbatches)
-        call = self._new_call(len(rows))
-        seeds = microbatch_seeds(call.m) if call.draws else []
-        for i, piece in enumerate(microbatch.scatter(self._manifest, inputs, rows)):
-            call.enter(i, piece, RandomStream(seeds[i]) if seeds else None)
-        return rows, call
-
-    def _merged(
-        self, call: Call, inputs: Sequence[Tensor | None], rows: Sequence[int]
-    ) -> list[Any]:
-        """The leaves of the model's output, from the micro-batches' at the call's end."""
-        given = zip(self._manifest.inputs, inputs, strict=True)
-        whole = {Wire(CALLER, spec.value): tensor for spec, tensor in given}
-        for wire, output in zip(self._outputs, self._manifest.outputs, strict=True):
-            if wire not in whole and there(output.mode, self.training):
-                pieces = [call.value(wire, call.n, i)[0] for i in range(call.m)]
-                whole[wire] = microbatch.gather(output, pieces, rows)
-        return [whole.get(wire) for wire in self._outputs]
-
-    def _visit(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Visit:
-        inputs = self._inputs(args, kwargs)
-        rows = microbatch.rows_of(self._manifest, inputs, 1)
-        (piece,) = microbatch.scatter(self._manifest, inputs, rows)
-        return Visit(self, piece, Ambient.capture())
-
-    def _new_call(self, m: int) -> Call:
-        links = self._new_links(m)
-        return Call(self._stages, self._wires[self.training], links, len(self._devices), m)
-
-    def _new_links(self, m: int) -> Links:
-        self._state.begin(m)
-        if self._workers is None:
-            streams = new_copy_streams(self._devices, self._manifest.microbatches)
-            self._workers = Workers(Lanes(self._devices), streams)
-        copies = self._workers.copies
-        if not self._components.streams:
-            copies = [[stream.current_stream(device)] * m for device in self._devices]
-        return Links(self._devices, copies)
-
-    def _spliced(self) -> None:
-        """A model runs around it from now on, with which it shares what it holds."""
-
-    def _beside_replicas(
-        self, rows: int, around: Sequence[Tensor] | None
-    ) -> AbstractContextManager[float]:
-        """For a runner's step: gives the share of its rows in those of all replicas, here one.
-
-        When the block ends, gradients of `around` have the sum over the replicas.
-        """
-        return nullcontext(1.0)
-
-    def _new_visits(self, first: Visit, m: int) -> Call:
-        """The call that a runner's closures enter; `first` is what micro-batch 0 gives."""
-        return self._new_call(m)
-
-    def _run_visits(self, call: Call, table: Schedule, conduct: Callable[[], None]) -> None:
-        """Run the table while `conduct` runs the closures."""
-        self._run_rows(Step(call, lambda i: None, table.split), call, table.rows, conduct)
-
-    def _run_table(self, step: Step, call: Call) -> None:
-        self._run_rows(step, call, self._schedule.first(call.m).rows)
-
-    def _run_in_order(self, step: Step, call: Call) -> None:
-        """Run the table on this thread alone, as a CUDA graph is captured."""
-        with (
-            ties.collected(self._state.ties, self._state.parameters(self), self._memory),
-            stream.joined(self._devices),
-        ):
-            for action in clock_order(self._schedule.first(call.m)):
-                lane = call.lane(action.stage)
-                with stream.use_streams([stream.current_stream(self._devices[lane])]):
-                    step.run_row(lane, [action])
-        self._state.take_buffers(self)
-
-    def _run_rows(
-        self,
-        step: Step,
-        call: Call,
-        rows: Sequence[Sequence[Action]],
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        if self._trace is not None:
-            call.record(self._trace.recorder())
-        with ties.collected(self._state.ties, self._state.parameters(self), self._memory):
-            jobs = [partial(step.run_row, lane, row) for lane, row in enumerate(rows)]
-            self._run(jobs, call, meanwhile)
-
-    def _run(
-        self,
-        jobs: Sequence[Callable[[], None]],
-        call: Call,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        assert self._workers is not None
-        if self._memory is not None:
-            jobs = self._memory.counted(jobs)
-            call.count(self._memory)
-        try:
-            with stream.joined(self._devices):
-                self._workers.lanes.run(jobs, call.stop, meanwhile)
-        finally:
-            self._state.take_buffers(self)

@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError
 from fxpipe.runtime import package, stream
+from fxpipe.runtime.agreement import refuse_size
 from fxpipe.runtime.around import refuse_part
 from fxpipe.runtime.distributed import DistributedPipeline
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.rank_device import device_of, refuse_backend, refuse_shared
-from fxpipe.runtime.ranks import Ranks, refuse_size
+from fxpipe.runtime.ranks import Ranks
 from fxpipe.runtime.stream import Devices
 
 
@@ -43,7 +44,7 @@ def load_rank(
     broken: list[str] = []
     try:
         manifest = Manifest.from_json(package._text(folder, "plan.json"))
-        refuse_size(ranks, len(manifest.devices))
+        refuse_size(ranks.size, ranks.dp, len(manifest.devices))
         refuse_part(manifest, fully_shard)
         device = device_of(manifest, devices, ranks.rank)
         refuse_backend(dist.get_backend_config(), device)

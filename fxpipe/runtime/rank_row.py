@@ -7,9 +7,8 @@ from fxpipe.runtime.call import Call
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.mailbox import StoppedError
 from fxpipe.runtime.messages import Post, Receive, Reduce, Send
+from fxpipe.runtime.rank_weights import RankWeights
 from fxpipe.runtime.ranks import Ranks
-from fxpipe.runtime.replicas import Replicas
-from fxpipe.runtime.shards import Shards
 from fxpipe.runtime.step import Step
 from fxpipe.schedule import Action
 
@@ -18,12 +17,11 @@ Launch = Callable[[Callable[[], None], Callable[[], None]], None]
 
 
 class RankRow:
-    """Runs rows of this rank, whose parameters `replicas` hold too, or `shards` of them."""
+    """Runs rows of this rank, whose parameters are `weights`."""
 
-    def __init__(self, ranks: Ranks, replicas: Replicas | None) -> None:
-        self.shards: Shards | None = None
+    def __init__(self, ranks: Ranks, weights: RankWeights) -> None:
         self._ranks = ranks
-        self._replicas = replicas
+        self._weights = weights
 
     def run(
         self,
@@ -39,6 +37,7 @@ class RankRow:
         """
         done = threading.Event()
         row, progress = exchange.row, self._ranks.progress
+        shards, replicas = self._weights.shards, self._weights.replicas
 
         def run() -> None:
             try:
@@ -52,10 +51,10 @@ class RankRow:
                         exchange.send(item.message)
                     elif isinstance(item, Action):
                         step.run_row(0, [item])
-                    elif self.shards is not None:
-                        self.shards.run(item, call)
-                    elif isinstance(item, Reduce) and self._replicas is not None:
-                        self._replicas.reduce(item.stage)
+                    elif shards is not None:
+                        shards.run(item, call)
+                    elif isinstance(item, Reduce) and replicas is not None:
+                        replicas.reduce(item.stage)
                 progress.item = len(row)
                 exchange.finish()
             finally:
@@ -72,7 +71,7 @@ class RankRow:
                 raise
 
         def awaited() -> str | None:
-            own = self.shards.awaited if self.shards is not None else None
+            own = shards.awaited if shards is not None else None
             return own or exchange.awaited
 
         with progress.running(row, awaited):

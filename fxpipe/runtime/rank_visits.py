@@ -16,12 +16,12 @@ from torch import Tensor
 from fxpipe.errors import InputError
 from fxpipe.runtime import microbatch
 from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.engine import Visit
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.fit import sizes_of
 from fxpipe.runtime.mailbox import StoppedError
 from fxpipe.runtime.meeting import Given, Word, agreed
 from fxpipe.runtime.overflow import spread_overflow
-from fxpipe.runtime.pipeline import Visit
 from fxpipe.runtime.ranks import Ranks
 from fxpipe.runtime.replicas import Replicas
 from fxpipe.runtime.replicated import ReplicatedCall, refuse_differing, sampled
@@ -29,7 +29,7 @@ from fxpipe.runtime.step import Step
 from fxpipe.schedule import Schedule
 
 if TYPE_CHECKING:
-    from fxpipe.runtime.distributed import DistributedPipeline
+    from fxpipe.runtime.rank_engine import RankEngine
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def beside_replicas(
         yield rows / sum(found)
 
 
-def begin(pipe: "DistributedPipeline", first: Visit, m: int) -> ReplicatedCall:
+def begin(pipe: "RankEngine", first: Visit, m: int) -> ReplicatedCall:
     """The call that m closures enter, once all ranks have come to it with the same `first`.
 
     Raises InputError, alike on all ranks.
@@ -81,7 +81,7 @@ def begin(pipe: "DistributedPipeline", first: Visit, m: int) -> ReplicatedCall:
 
 
 def run(
-    pipe: "DistributedPipeline", call: ReplicatedCall, table: Schedule, conduct: Callable[[], None]
+    pipe: "RankEngine", call: ReplicatedCall, table: Schedule, conduct: Callable[[], None]
 ) -> None:
     """Run this rank's row while `conduct` runs the closures."""
     ranks, grad = pipe._ranks, torch.is_grad_enabled()

@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.tensor import DTensor
 
-from fxpipe.errors import DeviceError, InputError, PackageError, StageError
+from fxpipe.errors import InputError, StageError
 from fxpipe.runtime import stream
+from fxpipe.runtime.agreement import refuse_differing, refuse_replicas
 from fxpipe.runtime.board import Board
 from fxpipe.runtime.dtensors import whole
 from fxpipe.runtime.failures import Failures
@@ -109,7 +110,7 @@ class Ranks:
         )
         self._await_all()
         self.world_group = self.new_group(range(self.world_size))
-        _refuse_replicas(self.gather_world(dp), self.world_size)
+        refuse_replicas(self.gather_world(dp), self.world_size)
         self.dp = dp
         self.size = self.world_size // dp
         self.replica, self.rank = divmod(self.world_rank, self.size)
@@ -269,44 +270,3 @@ class Ranks:
     def agree(self, facts: Mapping[str, object], problem: str | None) -> None:
         """Raise, on all ranks, if one has a `problem`, or if their facts differ."""
         refuse_differing(self.gather_world((dict(facts), problem)))
-
-
-def _refuse_replicas(dps: Sequence[int], world_size: int) -> None:
-    dp = dps[0]
-    for rank, other in enumerate(dps):
-        if other != dp:
-            raise InputError(f"rank 0 was given dp={dp}, rank {rank} dp={other}: give all the same")
-    if dp < 1 or world_size % dp:
-        raise InputError(
-            f"dp={dp}: {world_size} processes can't be cut into so many replicas of a pipeline: "
-            "start a multiple of dp"
-        )
-
-
-def refuse_size(ranks: Ranks, n_devices: int) -> None:
-    """Raise DeviceError unless there is a process for each device of each replica."""
-    if ranks.size != n_devices:
-        of_each = f" in each of dp={ranks.dp} replicas" if ranks.dp > 1 else ""
-        raise DeviceError(
-            f"the package was compiled for {n_devices} devices, {ranks.size} processes run "
-            f"it{of_each}: start {n_devices * ranks.dp} of them (torchrun --nproc-per-node "
-            f"{n_devices * ranks.dp}), or compile with --devices {ranks.size}"
-        )
-
-
-def refuse_differing(found: Sequence[tuple[Mapping[str, object], str | None]]) -> None:
-    """Raise PackageError if a rank, in order, has a problem, or other facts than the first."""
-    problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
-    if problems:
-        raise PackageError("\n".join(["the pipeline can't start:", *problems]))
-    differing = [
-        f"{name}: rank 0 has {found[0][0].get(name)}, rank {rank} has {other.get(name)}"
-        for rank, (other, _) in enumerate(found)
-        for name in {**found[0][0], **other}
-        if other.get(name) != found[0][0].get(name)
-    ]
-    if differing:
-        raise PackageError(
-            "\n  ".join(["the ranks of this pipeline differ:", *differing])
-            + "\ngive each the same package and the same versions"
-        )

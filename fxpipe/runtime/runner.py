@@ -16,9 +16,9 @@ from torch import Tensor
 from fxpipe.errors import InputError
 from fxpipe.runtime.closure import abandoning, running
 from fxpipe.runtime.conductor import Conductor, Turn
+from fxpipe.runtime.engine import Visit
 from fxpipe.runtime.listeners import telling_all
 from fxpipe.runtime.microbatch import map_nested, parts_of
-from fxpipe.runtime.pipeline import Visit
 from fxpipe.runtime.random import borrowed, microbatch_seeds
 from fxpipe.runtime.virtual import VirtualDevice
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.manifest import Manifest, TensorSpec, holds
+from fxpipe.runtime.manifest import Manifest, TensorSpec
 from fxpipe.runtime.portal import CALLER, Wire, Wires
+from fxpipe.runtime.sizes import holds
 
 
 @dataclass(frozen=True, slots=True)

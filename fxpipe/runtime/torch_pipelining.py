@@ -20,11 +20,11 @@ from torch.distributed.pipelining import PipelineStage
 
 from fxpipe.errors import DeviceError, FxpipeError, InputError, PackageError
 from fxpipe.runtime import package, rank_package, stream
+from fxpipe.runtime.agreement import refuse_differing
 from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.original import Original
 from fxpipe.runtime.rank_device import device_of, refuse_backend, refuse_shared
-from fxpipe.runtime.ranks import refuse_differing
 from fxpipe.runtime.relay import relayed
 from fxpipe.runtime.segment import checkpoint
 from fxpipe.runtime.shared_weights import first_names, holders

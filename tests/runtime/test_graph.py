@@ -33,7 +33,7 @@ from toys import (
 )
 
 from fxpipe.errors import InputError, StageError
-from fxpipe.runtime import graph, load, stream
+from fxpipe.runtime import graph, load
 
 CAPTURABLE = [name for name in TOYS if TOYS[name] is not NOISY]
 
@@ -77,9 +77,9 @@ class Stand:
 def stand(monkeypatch):
     found = Stand()
     monkeypatch.setattr(graph, "obstacle", lambda devices, stages: None)
-    monkeypatch.setattr(stream, "graph_room", lambda device: "room")
-    monkeypatch.setattr(stream, "in_room", lambda room: nullcontext())
-    monkeypatch.setattr(stream, "captured", found.captured)
+    monkeypatch.setattr(graph, "graph_room", lambda device: "room")
+    monkeypatch.setattr(graph, "in_room", lambda room: nullcontext())
+    monkeypatch.setattr(graph, "captured", found.captured)
     return found
 
 
