@@ -1,18 +1,9 @@
 """What the atoms of a chain cost in whole numbers, as CP-SAT takes them."""
 
 from dataclasses import dataclass
-from math import ceil
-from typing import TYPE_CHECKING
 
 from fxpipe.ir import Link
-from fxpipe.passes import partition_dp
-from fxpipe.passes.partition import Problem, Scorer, Solution
-from fxpipe.passes.partition_costs import Cuts, held_sets
-from fxpipe.schedule import Action, Kind
-
-if TYPE_CHECKING:
-    from ortools.sat.python import cp_model
-
+from fxpipe.passes.partition import Problem
 
 # A unit of memory.
 BYTES_PER_UNIT = 1024

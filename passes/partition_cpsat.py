@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from fxpipe.ir import Link
 from fxpipe.passes import partition_dp
 from fxpipe.passes.partition import Problem, Scorer, Solution
 from fxpipe.passes.partition_atoms import BYTES_PER_UNIT, Atoms, atoms_of
@@ -35,8 +34,6 @@ _UNITS_PER_STEP = 10**7
 _ROUNDING = 1e-4
 # OR-Tools counts 0.3 to 0.8 units of work in a second of one core; the rest is for a busy machine.
 _WORK_PER_SECOND = 0.2
-
-
 
 
 def solve(score: Scorer, *, seed: int, time_limit_s: float) -> Solution:
@@ -231,8 +228,6 @@ def _add_table(
         rest = rest - times.send[j] - (0 if halved else times.back[j])
         model.add(rest >= (m + sum(recompute[j])) * times.forward[j] + m * times.backward[j])
         rest = rest - times.forward[j] - (0 if halved else times.backward[j])
-
-
 
 
 def _give_hint(
