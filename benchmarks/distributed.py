@@ -2,7 +2,7 @@
 
     python benchmarks/distributed.py             print the tables
     python benchmarks/distributed.py --write     and keep them in benchmarks/DISTRIBUTED.md
-    python benchmarks/distributed.py --compile   also with load(..., compile=True)
+    python benchmarks/distributed.py --compile   also both through torch.compile
     python benchmarks/distributed.py --workloads 1 --rounds 2 --rows 16     a quick run
 
 Two gloo ranks of one thread each, on the transformer blocks, weights and batches of cpu_lanes.py.
@@ -57,19 +57,25 @@ def named(schedule: str) -> str:
 
 # Packages that run through torch.compile too, by what they are called then.
 COMPILED = {named(f"{schedule}, compiled"): schedule for schedule in ("1f1b", "auto")}
+# And those schedules of theirs that halve no backward, but GPipe.
+THEIRS_COMPILED = {f"{schedule}, compiled": schedule for schedule in ("1F1B", "interleaved")}
 
 
 class Both(Rank):
     """A rank of both."""
 
     def prepare_ours(self, folder: Path, compiled: bool) -> None:
-        """Load the packages that stand in the folder, those of `COMPILED` so if wanted."""
+        """Load the packages that stand in the folder; compile stages of both if wanted."""
         self._ours: dict[str, DistributedPipeline] = {
             named(path.name): fxpipe.load(path, distributed=True)
             for path in sorted(folder.iterdir())
         }
         for name, schedule in COMPILED.items() if compiled else ():
             self._ours[name] = fxpipe.load(folder / schedule, distributed=True, compile=True)
+        for name, schedule in THEIRS_COMPILED.items() if compiled else ():
+            self._theirs[name] = Pipelined(
+                schedule, self._model, self._rank, self._m, loss_fn, compile=True
+            )
 
     def step(self, name: str) -> tuple[float, float | None]:
         if name not in self._ours:
@@ -161,7 +167,7 @@ def measure(
     model = blocks(work.hidden, work.layers)
     x, target = batch(work.hidden, work.rows, work.sequence)
     eager = [*map(named, OURS), *SCHEDULES]
-    names = [*COMPILED, *eager] if compiled else eager
+    names = [*COMPILED, *eager, *THEIRS_COMPILED] if compiled else eager
 
     def plain() -> float:
         return plain_step(model, x, target, work.m)
@@ -238,7 +244,7 @@ def skips() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--compile", action="store_true", help="also ours through torch.compile")
+    parser.add_argument("--compile", action="store_true", help="also both through torch.compile")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--workloads", type=int, nargs="*", default=range(len(WORKLOADS)))
     parser.add_argument("--rows", type=int, help="of a batch; the workload's own if left out")
@@ -246,12 +252,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     peer = Peer(Both)
+    theirs = [*SCHEDULES, *(THEIRS_COMPILED if options.compile else ())]
     times, peaks, goals = {}, {}, {}
     for k in options.workloads:
         work = WORKLOADS[k]._replace(**({"rows": options.rows} if options.rows else {}))
         times[work], peaks[work] = measure(work, peer, options.compile, options.rounds)
         goals[work] = GOALS[WORKLOADS[k]]
-        print(tables({work: times[work]}, SCHEDULES, goals), flush=True)
+        print(tables({work: times[work]}, theirs, goals), flush=True)
     peer.close()
     text = (
         f"# Two processes\n\n{machine()}.\n"
@@ -259,8 +266,10 @@ def main() -> None:
         "two gloo processes of one\nthread each. Milliseconds of a training step in "
         f"{options.rounds} turns, each in random order; plain is one thread,\nmicro-batch by "
         "micro-batch; limit is plain on two ranks with the bubble of 1F1B.\n"
+        "Compiled ones are compared with the best of all of theirs, others with the best that "
+        "isn't compiled.\n"
         f"Made by `python benchmarks/distributed.py{' --compile' * options.compile} --write`.\n\n"
-        f"{tables(times, SCHEDULES, goals)}\n\n"
+        f"{tables(times, theirs, goals)}\n\n"
         "What the fuller rank holds at its fullest: its parameters, and the memory of all tensors "
         "that its ops make;\nfxpipe's with copies of the micro-batches that it reads.\n\n"
         f"{peak_table(peaks)}\n\n"

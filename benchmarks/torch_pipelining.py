@@ -100,15 +100,26 @@ def _work(kind: "type[Rank]", rank: int, port: int, connection: Connection) -> N
 
 
 class Pipelined:
-    """This rank's stages of a model in equal parts, under the schedule of a name."""
+    """This rank's stages of a model in equal parts, under the schedule of a name.
+
+    With `compile`, torch.compile runs each part, as `fxpipe.load(..., compile=True)` has it run.
+    """
 
     def __init__(
-        self, name: str, model: nn.Sequential, rank: int, m: int, loss_fn: Callable[..., Tensor]
+        self,
+        name: str,
+        model: nn.Sequential,
+        rank: int,
+        m: int,
+        loss_fn: Callable[..., Tensor],
+        compile: bool = False,
     ) -> None:
         schedule, held = SCHEDULES[name]
         n = sum(map(len, held))
         size = len(model) // n
         self.parts = [model[j * size : (j + 1) * size] for j in held[rank]]
+        for part in self.parts if compile else ():
+            part.compile(options={"cpp_wrapper": True})
         stages = [
             PipelineStage(part, j, n, torch.device("cpu"))
             for part, j in zip(self.parts, held[rank], strict=True)
