@@ -1,10 +1,6 @@
 """Numbers and devices in words, as all that is printed and drawn has them."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 
 def devices_text(devices: Sequence[str]) -> str:

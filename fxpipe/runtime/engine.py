@@ -7,12 +7,16 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.amp import GradScaler
 
+from fxpipe.errors import InputError
 from fxpipe.runtime import microbatch, stream, ties
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.call import Call
-from fxpipe.runtime.components import Components
+from fxpipe.runtime.components import ALL, Components
 from fxpipe.runtime.copy import Links, new_copy_streams
+from fxpipe.runtime.end import End, LossFn, Objective
+from fxpipe.runtime.graph import Graphs
 from fxpipe.runtime.lanes import Lanes
 from fxpipe.runtime.leaves import in_mode
 from fxpipe.runtime.manifest import Manifest, there
@@ -20,6 +24,7 @@ from fxpipe.runtime.memory import Memory
 from fxpipe.runtime.original import Original
 from fxpipe.runtime.portal import CALLER, Wire, Wires, source_of
 from fxpipe.runtime.random import RandomStream, microbatch_seeds
+from fxpipe.runtime.room import check_room
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import Device, Stream
@@ -46,7 +51,7 @@ class Visit:
 
 
 class Engine(Original):
-    """Begins calls, runs their jobs on the lanes, and puts together what comes out.
+    """Begins calls and steps, runs their jobs on the lanes, and puts together what comes out.
 
     What users call is in `Pipeline`.
     """
@@ -58,9 +63,12 @@ class Engine(Original):
         stages: Sequence[Stage],
         devices: Sequence[Device],
         buffers: Mapping[str, Tensor],
-        components: Components,
-        elsewhere: frozenset[str],
+        components: Components = ALL,
+        capture: str | None = None,
+        elsewhere: frozenset[str] = frozenset(),
     ) -> None:
+        if capture not in (None, "graph"):
+            raise InputError(f"there is no capture {capture!r}: graph, or None")
         manifest, stages = components.applied(manifest, stages)
         state = [spec for spec in manifest.state if spec.name not in elsewhere]
         super().__init__(state, stages, devices, buffers, elsewhere)
@@ -73,6 +81,9 @@ class Engine(Original):
         self._workers: Workers | None = None
         self._trace: Trace | None = None
         self._memory: Memory | None = None
+        self._fits = 0  # rows of a micro-batch that are known to fit
+        self._captures = capture is not None
+        self._graphs: Graphs | None = None
 
     @property
     def manifest(self) -> Manifest:
@@ -86,7 +97,7 @@ class Engine(Original):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what runs it, so that `copy.deepcopy` works."""
-        return self.__dict__ | dict.fromkeys(("_workers", "_trace", "_memory"))
+        return self.__dict__ | dict.fromkeys(("_workers", "_trace", "_memory", "_graphs"))
 
     def _structure(self) -> Structure:
         return in_mode(self._manifest.output_structure, self.training)
@@ -104,6 +115,55 @@ class Engine(Original):
         for i, piece in enumerate(microbatch.scatter(self._manifest, inputs, rows)):
             call.enter(i, piece, RandomStream(seeds[i]) if seeds else None)
         return rows, call
+
+    def _step(
+        self,
+        run: Callable[[Step, Call], None],
+        inputs: Sequence[Tensor],
+        target: Any,
+        loss_fn: LossFn,
+        scaler: GradScaler | None,
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss of a step whose table `run` runs, and the gradients of its inputs."""
+        rows, call = self._begin(inputs)
+        step, objective = self._new_step(call, rows, sum(rows), target, loss_fn, scaler)
+        run(step, call)
+        return objective.loss(), self._input_gradients(step, inputs, rows)
+
+    def _new_step(
+        self,
+        call: Call,
+        rows: Sequence[int],
+        batch: int,
+        target: Any,
+        loss_fn: LossFn,
+        scaler: GradScaler | None,
+    ) -> tuple[Step, Objective]:
+        """What runs the actions of micro-batches of `rows`, and the loss, a mean over `batch`."""
+        self._check_room(max(rows))
+        targets = microbatch.split_target(target, rows)
+        end = End(call, self._outputs, self._structure())
+        objective = Objective(loss_fn, targets, [n / batch for n in rows], end, scaler)
+        device = call.device(call.n)
+        return Step(call, lambda i: objective.run(i, device), self._schedule.split), objective
+
+    def _input_gradients(
+        self, step: Step, inputs: Sequence[Tensor | None], rows: Sequence[int]
+    ) -> list[Tensor | None]:
+        """What the stages here found for each input; None for one that isn't here."""
+        return [
+            None if tensor is None else step.input_gradient(spec, tensor, rows)
+            for spec, tensor in zip(self._manifest.inputs, inputs, strict=True)
+        ]
+
+    def _check_room(self, rows: int) -> None:
+        """Raise ScheduleError if micro-batches of so many rows don't fit; asked for once."""
+        if rows > self._fits:
+            planned = -(-self._manifest.batch // self._manifest.microbatches)
+            room = stream.capacities(self._devices)
+            factor = self._manifest.optimizer.factor
+            check_room(self._schedule, self._stages, room, rows / planned, factor)
+            self._fits = rows
 
     def _merged(
         self, call: Call, inputs: Sequence[Tensor | None], rows: Sequence[int]

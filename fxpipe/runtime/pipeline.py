@@ -1,6 +1,6 @@
 """The package at work: an `nn.Module` with the original's state, and a training step."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -11,24 +11,16 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from fxpipe.errors import InputError
-from fxpipe.runtime import microbatch, stream, ties
-from fxpipe.runtime.call import Call
+from fxpipe.runtime import microbatch, ties
 from fxpipe.runtime.clock import Clock
 from fxpipe.runtime.closure import running
-from fxpipe.runtime.components import ALL, Components
-from fxpipe.runtime.end import End, LossFn, Objective
+from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.engine import Engine
 from fxpipe.runtime.graph import Graphs
-from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.memory import Memory
-from fxpipe.runtime.room import check_room
 from fxpipe.runtime.saving import Alone, save
-from fxpipe.runtime.stage import Stage
-from fxpipe.runtime.step import Step
-from fxpipe.runtime.stream import Device
 from fxpipe.runtime.structure import rebuild
 from fxpipe.runtime.trace import Trace
-from fxpipe.schedule import Schedule
 
 
 class Pipeline(Engine):
@@ -37,28 +29,6 @@ class Pipeline(Engine):
     A batch is cut into `manifest.microbatches` micro-batches along dimension 0. Outputs are on the
     last stage's device.
     """
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        schedule: Schedule,
-        stages: Sequence[Stage],
-        devices: Sequence[Device],
-        buffers: Mapping[str, Tensor],
-        components: Components = ALL,
-        capture: str | None = None,
-        elsewhere: frozenset[str] = frozenset(),
-    ) -> None:
-        if capture not in (None, "graph"):
-            raise InputError(f"there is no capture {capture!r}: graph, or None")
-        super().__init__(manifest, schedule, stages, devices, buffers, components, elsewhere)
-        self._fits = 0  # rows of a micro-batch that are known to fit
-        self._captures = capture is not None
-        self._graphs: Graphs | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """All but what runs it, so that `copy.deepcopy` works."""
-        return super().__getstate__() | {"_graphs": None}
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """The original model's output for a batch; one of fewer than m rows goes one by one.
@@ -115,55 +85,6 @@ class Pipeline(Engine):
             if gradient is not None:
                 torch.autograd.backward([tensor], [gradient])
         return loss
-
-    def _step(
-        self,
-        run: Callable[[Step, Call], None],
-        inputs: Sequence[Tensor],
-        target: Any,
-        loss_fn: LossFn,
-        scaler: GradScaler | None,
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss of a step whose table `run` runs, and the gradients of its inputs."""
-        rows, call = self._begin(inputs)
-        step, objective = self._new_step(call, rows, sum(rows), target, loss_fn, scaler)
-        run(step, call)
-        return objective.loss(), self._input_gradients(step, inputs, rows)
-
-    def _input_gradients(
-        self, step: Step, inputs: Sequence[Tensor | None], rows: Sequence[int]
-    ) -> list[Tensor | None]:
-        """What the stages here found for each input; None for one that isn't here."""
-        return [
-            None if tensor is None else step.input_gradient(spec, tensor, rows)
-            for spec, tensor in zip(self._manifest.inputs, inputs, strict=True)
-        ]
-
-    def _new_step(
-        self,
-        call: Call,
-        rows: Sequence[int],
-        batch: int,
-        target: Any,
-        loss_fn: LossFn,
-        scaler: GradScaler | None,
-    ) -> tuple[Step, Objective]:
-        """What runs the actions of micro-batches of `rows`, and the loss, a mean over `batch`."""
-        self._check_room(max(rows))
-        targets = microbatch.split_target(target, rows)
-        end = End(call, self._outputs, self._structure())
-        objective = Objective(loss_fn, targets, [n / batch for n in rows], end, scaler)
-        device = call.device(call.n)
-        return Step(call, lambda i: objective.run(i, device), self._schedule.split), objective
-
-    def _check_room(self, rows: int) -> None:
-        """Raise ScheduleError if micro-batches of so many rows don't fit; asked for once."""
-        if rows > self._fits:
-            planned = -(-self._manifest.batch // self._manifest.microbatches)
-            room = stream.capacities(self._devices)
-            factor = self._manifest.optimizer.factor
-            check_room(self._schedule, self._stages, room, rows / planned, factor)
-            self._fits = rows
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, around: Iterable[Tensor] = ()

@@ -1,4 +1,4 @@
-"""All device access: what a CUDA device does with streams, a CPU lane does by doing nothing.
+"""Access to devices: what a CUDA device does with streams, a CPU lane does by doing nothing.
 
 After torchgpipe's `stream.py`. A CPU "stream" is a dummy; every function here takes both kinds, so
 the rest of the runtime never asks what device it is on.
