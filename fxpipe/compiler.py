@@ -121,7 +121,9 @@ def compile(
     for count in [count for count in counts if count <= captured.batch] or counts[:1]:
         with line("profile"):
             inputs = flat_inputs(model, args, kwargs or {})
-            costs = priced(captured, model, inputs, profile, count, lanes, loss)
+            costs = priced(
+                captured, model, inputs, profile, count, lanes, loss, apart=network is not None
+            )
             links = network or costs.network
             if network is not None and costs.on_processors:
                 links = between_processors(network)

@@ -48,8 +48,9 @@ def priced(
     microbatches: int,
     devices: Sequence[Device],
     loss: Loss | None,
+    apart: bool = False,
 ) -> Profile:
-    """The given profile if it fits, or one as asked for."""
+    """The given profile if it fits, or one as asked for; `apart`, of a process per device."""
     if isinstance(profile, Profile):
         check_profile(profile, capture, microbatches)
         return profile
@@ -57,6 +58,6 @@ def priced(
     given = capture, model, inputs
     if profile is None:
         return profile_ops(
-            *given, n_microbatches=microbatches, devices=devices, criterion=criterion
+            *given, n_microbatches=microbatches, devices=devices, criterion=criterion, apart=apart
         )
     return analytic(*given, n_microbatches=microbatches, device=profile, criterion=criterion)

@@ -2,6 +2,8 @@
 
 Lanes share caches, memory and Python's lock: beside others each is slower than alone. So is a
 backward that finds nothing of its forward in the caches, for other micro-batches came between.
+Lanes apart, each in a process, have a lock each, which is what slows small ops most: for these the
+others stay idle.
 """
 
 import copy
@@ -50,9 +52,10 @@ def whole_ms(
     given: Sequence[Tensor],
     devices: Sequence[Device],
     criterion: Criterion | None = None,
+    apart: bool = False,
 ) -> Whole:
     """The medians of several turns on one lane."""
-    all_busy, over = threading.Barrier(len(devices)), threading.Event()
+    all_busy, over = threading.Barrier(1 if apart else len(devices)), threading.Event()
     times: list[Whole] = []
 
     def begun(keeps_gradients: bool) -> _Twin:
@@ -82,6 +85,8 @@ def whole_ms(
             over.set()
 
     def beside() -> None:
+        if apart:
+            return
         twin = begun(keeps_gradients=False)
         while not over.is_set():
             twin.forward_ms()

@@ -40,10 +40,12 @@ def profile(
     n_microbatches: int,
     devices: Sequence[Device],
     criterion: Criterion | None = None,
+    apart: bool = False,
 ) -> Profile:
     """Run the graph on one micro-batch of `inputs` and measure each kind of op, and the loss.
 
-    Times are those of `devices[0]`, with the threads that one lane has. Raises InputError if there
+    Times are those of `devices[0]`, with the threads that one lane has, the others being as busy,
+    in this process or `apart`, each in one of its own. Raises InputError if there
     are more micro-batches than rows, or if the model does not take so few; as a step does, if the
     criterion is none.
     """
@@ -64,11 +66,12 @@ def profile(
             if device.type != "cpu":  # there the whole model may not fit
                 costs, loss = _measure(capture, given, device, criterion)
             else:
-                spells = [whole_ms(capture, given, devices, criterion)]
+                lanes = sum(place(lane).type == "cpu" for lane in devices)
+                spells = [whole_ms(capture, given, devices, criterion, apart)]
                 costs, loss = _measure(capture, given, device, criterion)
-                spells.append(whole_ms(capture, given, devices, criterion))
-                overhead_ms = action_ms(sum(place(lane).type == "cpu" for lane in devices))
-                spells.append(whole_ms(capture, given, devices, criterion))
+                spells.append(whole_ms(capture, given, devices, criterion, apart))
+                overhead_ms = action_ms(1 if apart else lanes)
+                spells.append(whole_ms(capture, given, devices, criterion, apart))
                 # What else a machine does comes in spells: of three, one that is slow says nothing.
                 whole = Whole(*map(statistics.median, zip(*spells, strict=True)))
                 costs = _scaled(costs, whole)

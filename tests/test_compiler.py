@@ -17,6 +17,7 @@ from fxpipe.capture import capture
 from fxpipe.errors import InputError, PackageError, WeightsError
 from fxpipe.runtime.portal import Wires
 from fxpipe.verify import verify
+from fxpipe.whole import Whole
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -205,6 +206,20 @@ def test_processes_on_cpus_are_planned_with_the_time_that_they_spend_on_sending(
     # Eight values go there and eight gradients back; on GPUs nothing but the link is busy.
     assert step_ms("cpu", "2:eth10") > step_ms("cpu", None) + 16 * 0.2
     assert step_ms("h100", "2:eth10") < step_ms("h100", None) + 3.2
+
+
+@pytest.mark.parametrize(("topology", "apart"), [("2:eth10", True), (None, False)])
+def test_lanes_with_links_between_them_are_measured_as_processes(monkeypatch, topology, apart):
+    seen = []
+
+    def whole_ms(*args):
+        seen.append(args[-1])
+        return Whole(1.0, 1.0, 2.0, 0.0)
+
+    monkeypatch.setattr("fxpipe.passes.profile.whole_ms", whole_ms)
+    args = (torch.randn(8, 6),)
+    fxpipe.compile(models.Chain(), args, devices="cpu*2", microbatches=2, topology=topology)
+    assert seen == 3 * [apart]
 
 
 @pytest.mark.parametrize("made", [models.Chain, models.Paths, models.Auxiliary])

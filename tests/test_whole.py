@@ -39,7 +39,8 @@ def test_it_draws_as_stages_do():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_every_lane_is_busy():
+@pytest.mark.parametrize("apart", [False, True])
+def test_every_lane_is_busy_unless_each_is_a_process(apart):
     seen = set()
 
     class Spy(torch.nn.Module):
@@ -52,8 +53,8 @@ def test_every_lane_is_busy():
     node = next(node for node in captured.graph.nodes if node.op == "call_module")
     spied = {**captured.modules, str(node.target): Spy()}
     object.__setattr__(captured, "modules", spied)
-    whole_ms(captured, [x], parse_devices("cpu*2"))
-    assert seen == {"fxpipe lane 0", "fxpipe lane 1"}
+    whole_ms(captured, [x], parse_devices("cpu*2"), apart=apart)
+    assert seen == {"fxpipe lane 0"} | (set() if apart else {"fxpipe lane 1"})
 
 
 class Noted(torch.autograd.Function):

@@ -8,7 +8,9 @@ not the caller's.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ from fxpipe.runtime import stream
 from fxpipe.runtime.ranks import Ranks
 
 _LOOK_S = 2e-4  # how often a GPU is asked whether it is done
+# What is sent goes to the thread that waits for it with as many bytes at once: to wake that thread
+# takes as long as some small ops.
+_BYTES_AT_ONCE = 2**16
 
 Tensors = list[Tensor | None]
 
@@ -33,6 +38,7 @@ class Transport:
         self.device = device
         self._ranks = ranks
         self._groups: dict[tuple[int, int], Any] = {}
+        self._begun: dict[int, list[tuple[Any, Tensor]]] = defaultdict(list)  # by target
         if device.type == "cuda":
             # Where threads wait for what has been sent, so that no stage's stream does.
             self._waiting = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -45,12 +51,15 @@ class Transport:
     def send(self, tensor: Tensor, target: int, tag: int) -> None:
         """Begin to send what is ready on the current stream.
 
-        Until it has left, its memory is held by the thread that waits for it.
+        Its memory is held until it has left, and for small messages until some more have.
         """
         group, place = self._route(tensor, (self._ranks.rank, target), target)
         work = dist.isend(tensor, group=group, tag=tag, group_dst=place)
         assert work is not None
-        self._ranks.sending[target].put(lambda: self._sent(work, tensor))
+        begun = self._begun[target]
+        begun.append((work, tensor))
+        if sum(tensor.nbytes for _, tensor in begun) >= _BYTES_AT_ONCE:
+            self._await(target)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
         """Begin to receive into `tensor`; gives what to wait for."""
@@ -62,6 +71,8 @@ class Transport:
 
         A GPU that waits for a rank which is lost would keep who asks it for anything.
         """
+        for target in targets:
+            self._await(target)
         self._ranks.flush(targets, check)
         if self.device.type == "cuda":
             done = torch.cuda.current_stream(self.device).record_event()
@@ -83,10 +94,17 @@ class Transport:
         group = self._groups[route]
         return group, 1 - group.rank()
 
-    def _sent(self, work: Any, tensor: Tensor) -> None:
-        if tensor.device.type == "cpu":
-            work.wait()
-            return
-        with stream.use_streams([self._waiting]):
-            work.wait()
-        self._waiting.synchronize()
+    def _await(self, target: int) -> None:
+        """Let a thread wait for what has begun."""
+        if begun := self._begun.pop(target, None):
+            self._ranks.sending[target].put(partial(self._sent, begun))
+
+    def _sent(self, begun: list[tuple[Any, Tensor]]) -> None:
+        while begun:
+            work, tensor = begun.pop(0)
+            if tensor.device.type == "cpu":
+                work.wait()
+                continue
+            with stream.use_streams([self._waiting]):
+                work.wait()
+            self._waiting.synchronize()
