@@ -44,9 +44,12 @@ from transformer import (
 import fxpipe
 from fxpipe.runtime.distributed import DistributedPipeline
 from fxpipe.runtime.memory import Counted, Tally
+from fxpipe.runtime.package import read
 
 OURS = ("1f1b", "interleaved", "zb-v", "auto")
 GOALS = dict(zip(WORKLOADS, [(0.92,), (0.86,), (0.95,)], strict=True))
+# Turns: short steps take their time from what else the machine does.
+ROUNDS = dict(zip(WORKLOADS, (30, 60, 15), strict=True))
 TOPOLOGY = "2:eth10"  # as TCP between processes of a host, about
 SKIPPING = {"interleaved": "interleaved", "zb-v": "ZBV"}  # ours and theirs, for the U-Net
 
@@ -162,8 +165,8 @@ def unet() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 def measure(
     work: Workload, peer: Peer, compiled: bool, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Milliseconds of each step, and bytes of the fuller rank, by who makes it."""
+) -> tuple[dict[str, list[float]], dict[str, int], dict[str, float]]:
+    """Milliseconds of each step, bytes of the fuller rank, and predicted ms, by who makes it."""
     model = blocks(work.hidden, work.layers)
     x, target = batch(work.hidden, work.rows, work.sequence)
     eager = [*map(named, OURS), *SCHEDULES]
@@ -175,8 +178,7 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         packages, gradients = Path(folder) / "packages", Path(folder) / "gradients"
         compile = Compiling(model, x, target, loss_fn, work.m, packages, TOPOLOGY)
-        for schedule in OURS:
-            compile(schedule)
+        predicted = {named(schedule): read(compile(schedule)).estimate.step_ms for schedule in OURS}
         peer.prepare(*work)
         peer.ask("prepare_ours", packages, compiled)
         expected = plain()
@@ -193,7 +195,7 @@ def measure(
         times["plain"].append(milliseconds(plain))
         for name in random.sample(names, len(names)):
             times[name].append(peer.step(name)[0])
-    return times, peaks
+    return times, peaks, predicted
 
 
 def peak_table(peaks: dict[Workload, dict[str, int]]) -> str:
@@ -203,6 +205,20 @@ def peak_table(peaks: dict[Workload, dict[str, int]]) -> str:
     for work, found in peaks.items():
         cells = [", ".join(map(str, work)), *(size(found[name]) for name in names)]
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def prediction_table(
+    times: dict[Workload, dict[str, list[float]]], predicted: dict[Workload, dict[str, float]]
+) -> str:
+    """What plan.json says of each step, and the measured median."""
+    names = list(next(iter(predicted.values())))
+    lines = [f"| h, layers, batch, sequence, m | {' | '.join(names)} |"]
+    lines.append("| --- |" + " ---: |" * len(names))
+    for work, found in predicted.items():
+        pairs = [(found[name], statistics.median(times[work][name])) for name in names]
+        cells = [f"{ms:.0f} / {really_ms:.0f}" for ms, really_ms in pairs]
+        lines.append(f"| {', '.join(map(str, work))} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -245,7 +261,7 @@ def skips() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="also both through torch.compile")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, help="turns; else each workload's own number")
     parser.add_argument("--workloads", type=int, nargs="*", default=range(len(WORKLOADS)))
     parser.add_argument("--rows", type=int, help="of a batch; the workload's own if left out")
     parser.add_argument("--write", action="store_true", help="keep it in DISTRIBUTED.md")
@@ -253,10 +269,12 @@ def main() -> None:
     torch.set_num_threads(1)
     peer = Peer(Both)
     theirs = [*SCHEDULES, *(THEIRS_COMPILED if options.compile else ())]
-    times, peaks, goals = {}, {}, {}
+    times, peaks, predicted, goals, rounds = {}, {}, {}, {}, {}
     for k in options.workloads:
         work = WORKLOADS[k]._replace(**({"rows": options.rows} if options.rows else {}))
-        times[work], peaks[work] = measure(work, peer, options.compile, options.rounds)
+        rounds[work] = options.rounds or ROUNDS[WORKLOADS[k]]
+        found = measure(work, peer, options.compile, rounds[work])
+        times[work], peaks[work], predicted[work] = found
         goals[work] = GOALS[WORKLOADS[k]]
         print(tables({work: times[work]}, theirs, goals), flush=True)
     peer.close()
@@ -264,12 +282,15 @@ def main() -> None:
         f"# Two processes\n\n{machine()}.\n"
         "fxpipe under `load(..., distributed=True)` and torch.distributed.pipelining in the same "
         "two gloo processes of one\nthread each. Milliseconds of a training step in "
-        f"{options.rounds} turns, each in random order; plain is one thread,\nmicro-batch by "
-        "micro-batch; limit is plain on two ranks with the bubble of 1F1B.\n"
+        f"{', '.join(map(str, rounds.values()))} turns, each in random order; plain is one "
+        "thread,\nmicro-batch by micro-batch; limit is plain on two ranks with the bubble of "
+        "1F1B.\n"
         "Compiled ones are compared with the best of all of theirs, others with the best that "
         "isn't compiled.\n"
         f"Made by `python benchmarks/distributed.py{' --compile' * options.compile} --write`.\n\n"
         f"{tables(times, theirs, goals)}\n\n"
+        "Milliseconds that plan.json says, and the medians:\n\n"
+        f"{prediction_table(times, predicted)}\n\n"
         "What the fuller rank holds at its fullest: its parameters, and the memory of all tensors "
         "that its ops make;\nfxpipe's with copies of the micro-batches that it reads.\n\n"
         f"{peak_table(peaks)}\n\n"
