@@ -211,7 +211,7 @@ class Engine(Original):
         step: Step,
         call: Call,
         rows: Sequence[Sequence[Action]],
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         if self._trace is not None:
             call.record(self._trace.recorder())
@@ -223,7 +223,7 @@ class Engine(Original):
         self,
         jobs: Sequence[Callable[[], None]],
         call: Call,
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         assert self._workers is not None
         if self._memory is not None:

@@ -1,4 +1,9 @@
-"""One worker thread per device, started on first use and kept until the pipeline goes."""
+"""One worker thread per device, started on first use and kept until the pipeline goes.
+
+The first lane is the caller's own thread while that has nothing else to do: each thread that runs
+ops has OpenMP threads of its own, and where there are more of these than cores, OpenMP lets them
+sleep after each op.
+"""
 
 import gc
 import sys
@@ -42,12 +47,13 @@ class Lanes:
         self,
         jobs: Sequence[Job],
         stop: Callable[[], None],
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Run one job on each lane, under the caller's grad mode, autocast and streams.
 
-        `meanwhile` runs here. If one fails, or the caller is interrupted, `stop` must make the
-        others end soon. Then the first failure is raised here, after all have ended.
+        `meanwhile` runs here; without it, the first job does. If one fails, or the caller is
+        interrupted, `stop` must make the others end soon. Then the first failure is raised here,
+        after all have ended.
         """
         ambient = Ambient.capture()
         threads_before = torch.get_num_threads()
@@ -68,11 +74,13 @@ class Lanes:
             # One collection of what torch has loaded takes longer than most actions, and all lanes
             # and ranks would wait for it.
             gc.disable()
+            here = meanwhile or assignments[0]
             for queue, assignment in zip(self._queues, assignments, strict=True):
-                queue.put(assignment)
-                begun.append(assignment)
+                if assignment is not here:
+                    queue.put(assignment)
+                    begun.append(assignment)
             with suppress(StoppedError):  # a lane failed, and says below why
-                meanwhile()
+                here()
             _await(begun)
         except BaseException:
             stop()
@@ -90,7 +98,7 @@ class Lanes:
                 raise failure
             finally:
                 # The traceback holds this frame, and through it the call's tensors.
-                del failure, failures, assignments, assignment, begun
+                del failure, failures, assignments, assignment, begun, here
 
 
 class _Assignment:

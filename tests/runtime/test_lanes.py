@@ -55,6 +55,21 @@ def test_a_lane_per_device_kept_over_calls_and_gone_with_the_pipeline(tmp_path):
         gc.enable()
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_first_lane_is_the_callers_thread_unless_it_has_other_work(busy):
+    """Else there would be a thread more that has OpenMP threads of its own."""
+    lanes, ran = Lanes([CPU, CPU]), {}
+
+    def note(name):
+        ran[name] = threading.current_thread().name
+
+    jobs = [lambda: note("first"), lambda: note("second")]
+    lanes.run(jobs, lambda: None, (lambda: note("meanwhile")) if busy else None)
+    own = threading.current_thread().name
+    assert ran.pop("second") == "fxpipe lane 1"
+    assert ran == ({"first": "fxpipe lane 0", "meanwhile": own} if busy else {"first": own})
+
+
 def test_python_collects_no_garbage_while_lanes_run():
     lanes, seen = Lanes([CPU]), []
 
