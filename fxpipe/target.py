@@ -70,7 +70,7 @@ class Target:
         try:
             with without_memory():
                 return self.build()
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             raise TargetError(
                 f"{_name(self.factory)}() in {self.file} can't be run without memory: {error}\n"
                 "It may not read the values of parameters. With measured costs (no --profile "

@@ -44,10 +44,10 @@ def profile(
 ) -> Profile:
     """Run the graph on one micro-batch of `inputs` and measure each kind of op, and the loss.
 
-    Times are those of `devices[0]`, with the threads that one lane has, the others being as busy,
-    in this process or `apart`, each in one of its own. Raises InputError if there
-    are more micro-batches than rows, or if the model does not take so few; as a step does, if the
-    criterion is none.
+    Times are those of `devices[0]`, with the threads that one lane has, while other lanes are as
+    busy as in a step, unless they are `apart`, each in a process of its own. Raises InputError if
+    there are more micro-batches than rows, or if the model does not take so few; as a step does, if
+    the criterion is none.
     """
     device = place(devices[0])
     threads = torch.get_num_threads()
