@@ -1,17 +1,25 @@
 """When a rank posts its receives: as early as the plan's memory allows.
 
 A posted receive is a buffer, and what is sent to a rank that has not posted one waits where it was
-made. So each is posted as soon as its buffer makes the rank hold no more than it does at its
-fullest anyway: what its stages keep, and the messages that by the clock, each action taking one
-cycle, have come before the action that needs them.
+made. So they are posted while the rank holds hardly more than it does at its fullest anyway: what
+its stages keep, and the messages that by the clock, each action taking one cycle, have come before
+the action that needs them.
+
+To post one wakes the other rank, which takes as long as some small ops; to post several at once
+wakes it once.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fxpipe.runtime.messages import Item, Message, Post, Receive, Row, Send, arrivals
 from fxpipe.schedule import Action, Schedule
+
+# What buffers may add to a rank's fullest moment: less than the share that plans set aside for
+# fragmentation, and room for several small messages.
+_SHARE = 0.02
+_FEW = 2  # when no more than one is posted of what comes from a rank, all that have room are
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,23 @@ class _Buffer:
     here: int
     due: int
     end: int
+
+
+@dataclass(eq=False, slots=True)
+class _Source:
+    """What comes from one rank: what is `left` to post, and when what is posted is `due`."""
+
+    left: deque[_Buffer]
+    due: list[int] = field(default_factory=list)
+
+    def ahead(self, k: int) -> int:
+        """How many are posted that action k or a later one needs."""
+        return sum(due >= k for due in self.due)
+
+    def post(self) -> _Buffer:
+        """The next one."""
+        self.due.append(self.left[0].due)
+        return self.left.popleft()
 
 
 def with_posts(
@@ -109,15 +134,22 @@ def _posts(queues: Sequence[deque[_Buffer]], held: Sequence[float]) -> list[list
         for k in range(buffer.here, buffer.end):
             full[k] += buffer.n_bytes
             load[k] += buffer.n_bytes if k >= buffer.due else 0
-    most = max(full)
+    most = max(full) * (1 + _SHARE)
 
     def fits(buffer: _Buffer, k: int) -> bool:
-        return buffer.due <= k or max(load[k : buffer.due]) + buffer.n_bytes <= most
+        return max(load[k : buffer.due]) + buffer.n_bytes <= most
 
+    sources = [_Source(queue) for queue in queues]
     found: list[list[Message]] = [[] for _ in load]
     for k, posted in enumerate(found):
-        while ready := [queue for queue in queues if queue and fits(queue[0], k)]:
-            buffer = min(ready, key=lambda queue: queue[0].due).popleft()
+        few = [source for source in sources if source.ahead(k) < _FEW]
+        while ready := [
+            source
+            for source in sources
+            if source.left
+            and (source.left[0].due <= k or (source in few and fits(source.left[0], k)))
+        ]:
+            buffer = min(ready, key=lambda source: source.left[0].due).post()
             posted.append(buffer.message)
             for there in range(k, buffer.due):
                 load[there] += buffer.n_bytes
