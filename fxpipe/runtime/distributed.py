@@ -14,7 +14,7 @@ from fxpipe.runtime.closure import running
 from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.overflow import share_overflow
 from fxpipe.runtime.rank_engine import RankEngine
-from fxpipe.runtime.rank_entry import place_of
+from fxpipe.runtime.rank_entry import Meeting, place_of
 from fxpipe.runtime.rank_norm import gradients_here, norm_over
 from fxpipe.runtime.rank_results import give_gradients, shared_loss
 from fxpipe.runtime.saving import save
@@ -46,13 +46,18 @@ class DistributedPipeline(RankEngine):
         microbatch.refuse_unmergeable(self._manifest, self.training)
         self._ranks.progress.begin("evaluation")
         inputs, meeting = self._meet("an input", args, kwargs)
-        with self._ranks.telling():
-            rows, call = self._enter(inputs, meeting)
-            self._run_row(Step(call, lambda i: None, frozenset()), call, meeting, backward=False)
-            leaves = self._merged(call, inputs, rows) if self.is_last else None
-            if self._gives_all:
-                gathered = self._transport.gather(self._ranks.gather, leaves or [])
-                leaves = gathered[self._homes[-1]]
+
+        def evaluate(meeting: Meeting) -> list[Any] | None:
+            with self._ranks.telling():
+                rows, call = self._enter(inputs, meeting)
+                step = Step(call, lambda i: None, frozenset())
+                self._run_row(step, call, meeting, backward=False)
+                leaves = self._merged(call, inputs, rows) if self.is_last else None
+                if not self._gives_all:
+                    return leaves
+                return self._transport.gather(self._ranks.gather, leaves or [])[self._homes[-1]]
+
+        leaves = self._entry.run(evaluate, meeting)
         return None if leaves is None else rebuild(self._structure(), leaves)
 
     def step(
@@ -75,18 +80,22 @@ class DistributedPipeline(RankEngine):
         scaled = scaler is not None and scaler.is_enabled()
         self._ranks.progress.begin("step")
         inputs, meeting = self._meet("a step", args, kwargs, place_of(loss_fn), scaled)
-        with self._ranks.telling():
-            rows, call = self._enter(inputs, meeting)
-            step, objective = self._new_step(call, rows, meeting.batch, target, loss_fn, scaler)
-            with self._collected():
-                self._run_row(step, call, meeting, backward=True)
-            if any(meeting.given.gradients):
-                found = self._input_gradients(step, inputs, rows)
-                give_gradients(inputs, found, self._ranks, self._transport)
-            if scaler is not None and scaled:
-                share_overflow(scaler, [*self.parameters()], self._ranks)
-            loss = objective.loss() if self.is_last else None
-            return shared_loss(loss, self._ranks, self._transport.device)
+
+        def train(meeting: Meeting) -> Tensor:
+            with self._ranks.telling():
+                rows, call = self._enter(inputs, meeting)
+                step, objective = self._new_step(call, rows, meeting.batch, target, loss_fn, scaler)
+                with self._collected():
+                    self._run_row(step, call, meeting, backward=True)
+                if any(meeting.given.gradients):
+                    found = self._input_gradients(step, inputs, rows)
+                    give_gradients(inputs, found, self._ranks, self._transport)
+                if scaler is not None and scaled:
+                    share_overflow(scaler, [*self.parameters()], self._ranks)
+                loss = objective.loss() if self.is_last else None
+                return shared_loss(loss, self._ranks, self._transport.device)
+
+        return self._entry.run(train, meeting)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, around: Iterable[Tensor] = ()

@@ -1,12 +1,18 @@
-"""What the ranks tell each other as a call begins: each gives what it was called with."""
+"""What the ranks tell each other as a call begins: each gives what it was called with.
 
-from collections.abc import Sequence
+A rank that was called like this before may take it that all were, and begin, as long as nothing
+that it does is seen: before that it waits until all have told.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.ranks import Ranks
+from fxpipe.runtime.patience import wait_checking
+from fxpipe.runtime.ranks import MistakenError, Ranks
 
 _NEW = 0  # the number of what was not said before
 _KEPT = 32  # words of so many calls
@@ -65,6 +71,33 @@ class Word:
     kind: object
 
 
+class Telling:
+    """A rank's word on its way to the others; `likely` is what all said when it last said it."""
+
+    def __init__(self, ranks: Ranks, own: Word, number: int, likely: list[Word] | None) -> None:
+        self.own = own
+        self.likely = likely
+        self.confirming = False
+        self._number = number
+        self._done, self._numbers = ranks.begin_numbers([number])
+
+    def wait(self, wait: Callable[[threading.Event], None]) -> list[Word] | None:
+        """What is likely, if it is so; None if a rank says something else."""
+        wait(self._done)
+        return self.likely if all(n == self._number for (n,) in self._numbers) else None
+
+    def confirm(self, check: Callable[[], None]) -> None:
+        """Return once all ranks have said what is likely, on a thread that `check` may stop.
+
+        Raises MistakenError if one says something else.
+        """
+        self.confirming = True
+        said = self.wait(lambda done: wait_checking([done], check))
+        self.confirming = False
+        if said is None:
+            raise MistakenError
+
+
 class Words:
     """What ranks have told each other as calls began; said again, its number is enough."""
 
@@ -74,12 +107,17 @@ class Words:
         self._last: dict[Word, int] = {}  # this rank's, and when it said it last
         self._known: dict[int, list[Word]] = {}
 
-    def gather(self, own: Word) -> list[Word]:
+    def begin(self, own: Word) -> Telling:
+        """Begin to tell this rank's."""
+        number = self._last.get(own, _NEW)
+        return Telling(self._ranks, own, number, self._known.get(number))
+
+    def end(self, telling: Telling) -> list[Word]:
         """Each rank's word, in order of the ranks."""
-        numbers = self._ranks.gather_numbers([self._last.get(own, _NEW)])
-        number = int(numbers[0][0])
-        if number in self._known and all(other == numbers[0] for other in numbers):
-            return self._known[number]
+        said = telling.wait(self._ranks.wait)
+        if said is not None:
+            return said
+        own = telling.own
         words = self._ranks.gather_world(own)
         # All ranks count alike, and forget alike.
         self._told += 1

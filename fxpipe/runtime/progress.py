@@ -9,10 +9,11 @@ from fxpipe.runtime.messages import Row
 from fxpipe.schedule import Action
 
 _SHOWN = 3  # of the last actions
+OTHERS = "the other ranks"
 
 
 def _others() -> str:
-    return "the other ranks"
+    return OTHERS
 
 
 class Progress:

@@ -80,6 +80,10 @@ class RankEngine(Pipeline):
         self._entry = Entry(manifest, ranks)
         self._row = RankRow(ranks, self._weights)
         self._layouts: dict[object, Layouts] = {}
+        # Whether a forward leaves nothing behind, so that one may begin before all ranks agree.
+        self._early = not any(stage.spec.random for stage in stages) and not any(
+            stage.spec.mutated_buffers for stage in own
+        )
         LISTENERS.add(self)
 
     def equalize(self) -> None:
@@ -135,7 +139,7 @@ class RankEngine(Pipeline):
     ) -> tuple[list[Tensor | None], Meeting]:
         readers, specs = self._wires[self.training].readers, self._manifest.inputs
         read = {k for k, spec in enumerate(specs) if readers.get(Wire(CALLER, spec.value))}
-        return self._entry.meet(what, self, read, args, kwargs, *kind)
+        return self._entry.meet(what, self, read, args, kwargs, *kind, early=self._early)
 
     def _enter(
         self, inputs: Sequence[Tensor | None], meeting: Meeting
@@ -162,7 +166,7 @@ class RankEngine(Pipeline):
         known = self._layouts.get(meeting.kind)
         shape = partial(self._plan.shape, meeting.given)
         exchange = Exchange(self._ranks, self._transport, call, rows, known, shape)
-        self._exchange(step, exchange, call, self._ranks.wait)
+        self._exchange(step, exchange, call, self._ranks.wait, meeting)
         if known is None:
             self._layouts[meeting.kind] = exchange.learnt
 
@@ -172,6 +176,7 @@ class RankEngine(Pipeline):
         exchange: Exchange,
         call: Call,
         meanwhile: Callable[[threading.Event], None],
+        meeting: Meeting | None = None,
     ) -> None:
         """Run this rank's row on its lane, and `meanwhile` here: see `RankRow.run`."""
         if self._trace is not None:
@@ -180,7 +185,7 @@ class RankEngine(Pipeline):
         def launch(job: Callable[[], None], beside: Callable[[], None]) -> None:
             self._run([job], call, beside)
 
-        self._row.run(launch, step, exchange, call, meanwhile)
+        self._row.run(launch, step, exchange, call, meanwhile, meeting)
         if self._weights.replicas is not None and self.training:
             self._weights.replicas.equalize(self._written())
 

@@ -1,10 +1,12 @@
 """How a call begins on all ranks: each binds its inputs, and all agree on what they were given."""
 
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -14,21 +16,35 @@ from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.fit import sizes_of
 from fxpipe.runtime.manifest import Manifest
-from fxpipe.runtime.meeting import Given, Word, Words, agreed
+from fxpipe.runtime.meeting import Given, Telling, Word, Words, agreed
+from fxpipe.runtime.progress import OTHERS
 from fxpipe.runtime.random import microbatch_seeds
-from fxpipe.runtime.ranks import Ranks
+from fxpipe.runtime.ranks import MistakenError, Ranks
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """What all ranks know of a call: each replica's inputs, and what else it may depend on.
 
-    `given` are those of this one.
+    `given` are those of this one. With `telling` it is what all knew of the last such call.
     """
 
     replicas: Sequence[Given]
     given: Given
     kind: tuple[object, ...]
+    telling: Telling | None = None
+
+    def confirm(self, check: Callable[[], None]) -> None:
+        """Return once it is known to be so; `check` may raise meanwhile. Raises MistakenError."""
+        if self.telling is not None:
+            self.telling.confirm(check)
+
+    @property
+    def awaited(self) -> str | None:
+        """What `confirm` waits for, if it does."""
+        return OTHERS if self.telling is not None and self.telling.confirming else None
 
     @property
     def batch(self) -> int:
@@ -58,10 +74,12 @@ class Entry:
         args: Sequence[object],
         kwargs: Mapping[str, object],
         *kind: object,
+        early: bool,
     ) -> tuple[list[Tensor | None], Meeting]:
         """This rank's inputs, of which its stages `read` some, and what all agree on.
 
-        `kind` is what else dtypes and gradients of messages may depend on. Raises InputError.
+        `kind` is what else dtypes and gradients of messages may depend on. With `early` it may be
+        what all agreed on when this rank was last called so. Raises InputError.
         """
         inputs: list[Tensor | None] = []
         given, problem = None, None
@@ -74,12 +92,33 @@ class Entry:
             ambient = Ambient.capture()
             parameters = tuple((p.dtype, p.requires_grad) for p in module.parameters())
             own = (ambient.autocast, _digest(parameters), *kind)
-            words = self._words.gather(Word(what, module.training, given, problem, own))
+            telling = self._words.begin(Word(what, module.training, given, problem, own))
+        if early and telling.likely is not None:
+            with suppress(InputError):  # it was one then: what is it now?
+                return inputs, self._met(telling.likely, telling)
+        return inputs, self._settled(telling)
+
+    def run(self, call: Callable[[Meeting], T], meeting: Meeting) -> T:
+        """What `call` gives with what all agree on, which may turn out not to be `meeting`."""
+        try:
+            return call(meeting)
+        except MistakenError:
+            assert meeting.telling is not None
+            settled = self._settled(meeting.telling)
+        return call(settled)
+
+    def _settled(self, telling: Telling) -> Meeting:
+        with self._ranks.telling():
+            words = self._words.end(telling)
+        return self._met(words)
+
+    def _met(self, words: Sequence[Word], telling: Telling | None = None) -> Meeting:
         replicas = agreed(words, self._ranks.size)
-        found = replicas[self._ranks.replica]
+        found, own = replicas[self._ranks.replica], words[self._ranks.world_rank]
         # Sizes are no part of it: the shapes are the plan's.
-        alike = (what, module.training, len(found.rows), found.dtypes, found.gradients)
-        return inputs, Meeting(replicas, found, (*alike, *(word.kind for word in words)))
+        alike = (own.what, own.training, len(found.rows), found.dtypes, found.gradients)
+        kind = (*alike, *(word.kind for word in words))
+        return Meeting(replicas, found, kind, telling)
 
     def _given(
         self, args: Sequence[object], kwargs: Mapping[str, object], read: Set[int]

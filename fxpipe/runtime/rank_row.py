@@ -2,15 +2,17 @@
 
 import threading
 from collections.abc import Callable
+from itertools import takewhile
 
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.mailbox import StoppedError
-from fxpipe.runtime.messages import Post, Receive, Reduce, Send
+from fxpipe.runtime.messages import Item, Post, Receive, Reduce, Send
+from fxpipe.runtime.rank_entry import Meeting
 from fxpipe.runtime.rank_weights import RankWeights
 from fxpipe.runtime.ranks import Ranks
 from fxpipe.runtime.step import Step
-from fxpipe.schedule import Action
+from fxpipe.schedule import Action, Kind
 
 # Runs a job on the lane, and a second one meanwhile on the caller's thread.
 Launch = Callable[[Callable[[], None], Callable[[], None]], None]
@@ -30,19 +32,24 @@ class RankRow:
         exchange: Exchange,
         call: Call,
         meanwhile: Callable[[threading.Event], None],
+        meeting: Meeting | None,
     ) -> None:
         """Run the row whose messages are `exchange`.
 
-        `meanwhile` runs on the caller's thread, and is given what is set once the row is done.
+        `meanwhile` runs on the caller's thread, and is given what is set once the row is done. The
+        `meeting` is confirmed once the row's first forwards are done, before anybody sees of them.
         """
         done = threading.Event()
         row, progress = exchange.row, self._ranks.progress
         shards, replicas = self._weights.shards, self._weights.replicas
 
         def run() -> None:
+            n_alone = sum(1 for _ in takewhile(lambda item: _is_forward(item, call.n), row))
             try:
                 for place, item in enumerate(row):
                     progress.item = place
+                    if place == n_alone and meeting is not None:
+                        meeting.confirm(lambda: call.check(0))
                     if isinstance(item, Post):
                         exchange.post(item.message)
                     elif isinstance(item, Receive):
@@ -71,8 +78,14 @@ class RankRow:
                 raise
 
         def awaited() -> str | None:
+            others = meeting.awaited if meeting is not None else None
             own = shards.awaited if shards is not None else None
-            return own or exchange.awaited
+            return others or own or exchange.awaited
 
         with progress.running(row, awaited):
             launch(run, wait)
+
+
+def _is_forward(item: Item, n: int) -> bool:
+    """Whether it is one of the first n - 1 stages: with the last, gradients may begin."""
+    return isinstance(item, Action) and item.kind is Kind.FORWARD and item.stage < n - 1

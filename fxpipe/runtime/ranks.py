@@ -45,6 +45,10 @@ _UNLIMITED = timedelta(days=365)
 _loads = itertools.count()
 
 
+class MistakenError(Exception):
+    """A call that began as the last one did, which the others were not called like: begin anew."""
+
+
 def _meet(timeout_s: float) -> None:
     try:
         join(timedelta(seconds=timeout_s))
@@ -178,6 +182,12 @@ class Ranks:
 
     def gather_numbers(self, mine: Sequence[float]) -> list[list[float]]:
         """The same of a few numbers, as many on each rank: a message each, and no pickle."""
+        done, found = self.begin_numbers(mine)
+        self.wait(done)
+        return found
+
+    def begin_numbers(self, mine: Sequence[float]) -> tuple[threading.Event, list[list[float]]]:
+        """Begin to gather numbers; the event says that the list has them."""
         found: list[list[float]] = []
 
         def gather() -> None:
@@ -187,8 +197,7 @@ class Ranks:
             dist.all_gather(parts, own, self.world_group)
             found.extend(part.tolist() for part in parts)
 
-        self.together(gather)
-        return found
+        return self.begin(gather), found
 
     def _gathered(self, mine: T, size: int, group: Any) -> list[T]:
         found: list[T | None] = [None] * size
@@ -251,6 +260,8 @@ class Ranks:
         try:
             with last_words(self._last_words), self.progress.inside():
                 yield
+        except MistakenError:
+            raise
         except BaseException as error:
             self.fail(error)
             raise

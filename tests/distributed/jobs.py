@@ -457,6 +457,30 @@ def misused(folder: Path, m: int) -> list[str]:
     return found
 
 
+def mistaken(folder: Path, name: str, m: int) -> list[int]:
+    """How often this rank's first stage ran in each step; the last rank's loss is another once."""
+    toy = toys.TOYS[name]
+    model, pipe = pair(folder, toy)
+    inputs = toy.inputs()
+    ran: list[None] = []
+    pipe._stages[0].module.register_forward_hook(lambda *_: ran.append(None))
+
+    def other(output: object, target: object) -> Tensor:
+        return toys.mean_loss(output, target)
+
+    counts = []
+    for k in range(5):
+        ran.clear()
+        torch.manual_seed(3)
+        expected = toys.plain_step(toy, model, inputs, m, name == "noisy")
+        torch.manual_seed(3)
+        loss_fn = other if pipe.is_last and k == 2 else toys.mean_loss
+        assert toys.same(pipe.step(*inputs, loss_fn=loss_fn), expected)
+        toys.assert_same_state(pipe, model)
+        counts.append(len(ran))
+    return counts
+
+
 def failing(folder: Path, where: str) -> tuple[str, str]:
     """The errors of a step that fails and of the next one."""
     _, pipe = pair(folder, toys.CHAIN)

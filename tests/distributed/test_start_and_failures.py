@@ -100,6 +100,18 @@ def test_calls_that_differ_are_refused_alike_and_the_next_goes_on(two, tmp_path)
     assert "torch.no_grad()" in graph
 
 
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    # The call after the one that differs is another than the last one, too.
+    [("chain", [4, 4, 5, 5, 4]), ("noisy", [4] * 5), ("normed", [4] * 5)],
+)
+def test_a_rank_begins_before_all_agree_where_it_can_begin_again(two, tmp_path, name, counts):
+    toys.write(tmp_path, toys.TOYS[name], 4, devices=(0, 1, 1))
+    first, last = two.run(jobs.mistaken, tmp_path, name, 4)
+    assert first == counts
+    assert last == [4] * 5
+
+
 def test_a_stage_that_fails_on_one_rank_is_named_by_all(two, tmp_path):
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
     (heard, again), (own, _) = two.run(jobs.failing, tmp_path, "stage")

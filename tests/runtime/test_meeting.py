@@ -80,8 +80,13 @@ class Seat:
     def __init__(self, table: Table, rank: int) -> None:
         self._table, self._rank = table, rank
 
-    def gather_numbers(self, mine):
-        return self.gather(list(map(float, mine)))
+    def begin_numbers(self, mine):
+        done = threading.Event()
+        done.set()
+        return done, self.gather(list(map(float, mine)))
+
+    def wait(self, done):
+        assert done.is_set()
 
     def gather_world(self, mine):
         self._table.whole += self._rank == 0
@@ -106,7 +111,7 @@ def test_what_all_say_again_is_told_by_its_number():
     with ThreadPoolExecutor(2) as threads:
 
         def meet(*said):
-            return list(threads.map(lambda of, word: of.gather(word), words, said))
+            return list(threads.map(lambda of, word: of.end(of.begin(word)), words, said))
 
         for said, told in [
             ((batch(4), silent), 1),

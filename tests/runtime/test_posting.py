@@ -39,15 +39,15 @@ def shown(row: Row) -> str:
 def test_1f1b_has_room_for_one_more_while_a_micro_batch_is_in_flight():
     first, second = posted(order.build("1f1b", 2, 4))
     # A gradient has none during a forward that fills the rank; before the next forward there is.
-    assert shown(first) == "+ 0F0 0F1 - 0B0 + 0F2 - 0B1 + 0F3 - 0B2 + - 0B3"
+    assert shown(first) == "0F0 + 0F1 - 0B0 + 0F2 - 0B1 + 0F3 - 0B2 + - 0B3"
     # The next value comes while the one before is in its backward.
     assert shown(second) == "+ + - 1F0 1B0 + - 1F1 1B1 + - 1F2 1B2 - 1F3 1B3"
 
 
 def test_small_ones_are_posted_several_at_once_when_few_are_left():
     first, second = posted(order.build("1f1b", 2, 6), n_bytes=0.1)
-    rest = "0F0 0F1 - 0B0 0F2 - 0B1 0F3 - 0B2 0F4 - 0B3 + 0F5 - 0B4 - 0B5"
-    assert shown(first) == f"+ + + + + {rest}"
+    rest = "0F1 - 0B0 0F2 - 0B1 0F3 - 0B2 0F4 - 0B3 + 0F5 - 0B4 - 0B5"
+    assert shown(first) == f"0F0 + + + + + {rest}"
     rest = "1F0 1B0 - 1F1 1B1 - 1F2 + + 1B2 - 1F3 1B3 - 1F4 1B4 - 1F5 1B5"
     assert shown(second) == f"+ + + + - {rest}"
 
