@@ -2,7 +2,7 @@
 
     python benchmarks/distributed.py             print the tables
     python benchmarks/distributed.py --write     and keep them in benchmarks/DISTRIBUTED.md
-    python benchmarks/distributed.py --compile   also both through torch.compile
+    python benchmarks/distributed.py --compile   also both through torch.compile, in other processes
     python benchmarks/distributed.py --workloads 1 --rounds 2 --rows 16     a quick run
 
 Two gloo ranks of one thread each, on the transformer blocks, weights and batches of cpu_lanes.py.
@@ -19,6 +19,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,13 +69,12 @@ class Both(Rank):
     """A rank of both."""
 
     def prepare_ours(self, folder: Path, compiled: bool) -> None:
-        """Load the packages that stand in the folder; compile stages of both if wanted."""
+        """Load the packages in the folder; or those that are compiled, and compile theirs too."""
+        eager = {named(path.name): path.name for path in sorted(folder.iterdir())}
         self._ours: dict[str, DistributedPipeline] = {
-            named(path.name): fxpipe.load(path, distributed=True)
-            for path in sorted(folder.iterdir())
+            name: fxpipe.load(folder / schedule, distributed=True, compile=compiled)
+            for name, schedule in (COMPILED if compiled else eager).items()
         }
-        for name, schedule in COMPILED.items() if compiled else ():
-            self._ours[name] = fxpipe.load(folder / schedule, distributed=True, compile=True)
         for name, schedule in THEIRS_COMPILED.items() if compiled else ():
             self._theirs[name] = Pipelined(
                 schedule, self._model, self._rank, self._m, loss_fn, compile=True
@@ -163,14 +163,21 @@ def unet() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return model, torch.rand(4, 3, 32, 32).double(), torch.ones(4, 1, 32, 32).double()
 
 
-def measure(
-    work: Workload, peer: Peer, compiled: bool, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, int], dict[str, float]]:
+class Measured(NamedTuple):
     """Milliseconds of each step, bytes of the fuller rank, and predicted ms, by who makes it."""
+
+    times: dict[str, list[float]]
+    peaks: dict[str, int]
+    predicted: dict[str, float]
+
+
+def measure(work: Workload, compiled: bool, rounds: int) -> Measured:
+    """Those of a workload, eager or through torch.compile; theirs that are eager in both."""
     model = blocks(work.hidden, work.layers)
     x, target = batch(work.hidden, work.rows, work.sequence)
-    eager = [*map(named, OURS), *SCHEDULES]
-    names = [*COMPILED, *eager, *THEIRS_COMPILED] if compiled else eager
+    ours = COMPILED if compiled else {named(schedule): schedule for schedule in OURS}
+    names = [*ours, *SCHEDULES, *(THEIRS_COMPILED if compiled else ())]
+    peer = Peer(Both)
 
     def plain() -> float:
         return plain_step(model, x, target, work.m)
@@ -178,7 +185,9 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         packages, gradients = Path(folder) / "packages", Path(folder) / "gradients"
         compile = Compiling(model, x, target, loss_fn, work.m, packages, TOPOLOGY)
-        predicted = {named(schedule): read(compile(schedule)).estimate.step_ms for schedule in OURS}
+        predicted = {
+            name: read(compile(schedule)).estimate.step_ms for name, schedule in ours.items()
+        }
         peer.prepare(*work)
         peer.ask("prepare_ours", packages, compiled)
         expected = plain()
@@ -187,7 +196,7 @@ def measure(
             loss = peer.step(name)[1]
             same(name, max(peer.difference(gradients), abs(loss - expected) / abs(expected)))
     # While memory is counted, stages of torch.compile run op by op, like the others.
-    peaks = {name: max(peer.ask("peak", name)) for name in eager}
+    peaks = {} if compiled else {name: max(peer.ask("peak", name)) for name in names}
 
     times: dict[str, list[float]] = {name: [] for name in ("plain", *names)}
     for _ in range(rounds):
@@ -195,28 +204,27 @@ def measure(
         times["plain"].append(milliseconds(plain))
         for name in random.sample(names, len(names)):
             times[name].append(peer.step(name)[0])
-    return times, peaks, predicted
+    peer.close()
+    return Measured(times, peaks, predicted)
 
 
-def peak_table(peaks: dict[Workload, dict[str, int]]) -> str:
-    names = list(next(iter(peaks.values())))
+def peak_table(measured: dict[Workload, Measured]) -> str:
+    names = list(next(iter(measured.values())).peaks)
     heads = ["h, layers, batch, sequence, m", *names]
     lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * len(names)]
-    for work, found in peaks.items():
-        cells = [", ".join(map(str, work)), *(size(found[name]) for name in names)]
+    for work, found in measured.items():
+        cells = [", ".join(map(str, work)), *(size(found.peaks[name]) for name in names)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def prediction_table(
-    times: dict[Workload, dict[str, list[float]]], predicted: dict[Workload, dict[str, float]]
-) -> str:
+def prediction_table(measured: dict[Workload, Measured]) -> str:
     """What plan.json says of each step, and the measured median."""
-    names = list(next(iter(predicted.values())))
+    names = list(next(iter(measured.values())).predicted)
     lines = [f"| h, layers, batch, sequence, m | {' | '.join(names)} |"]
     lines.append("| --- |" + " ---: |" * len(names))
-    for work, found in predicted.items():
-        pairs = [(found[name], statistics.median(times[work][name])) for name in names]
+    for work, found in measured.items():
+        pairs = [(found.predicted[name], statistics.median(found.times[name])) for name in names]
         cells = [f"{ms:.0f} / {really_ms:.0f}" for ms, really_ms in pairs]
         lines.append(f"| {', '.join(map(str, work))} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -258,6 +266,18 @@ def skips() -> str:
     return "\n".join(lines)
 
 
+def compiled_tables(measured: dict[Workload, Measured]) -> str:
+    """Ours through torch.compile by the best of all of theirs; nothing if none was measured."""
+    if not measured:
+        return ""
+    times = {work: found.times for work, found in measured.items()}
+    theirs = [*SCHEDULES, *THEIRS_COMPILED]
+    return (
+        "Through torch.compile, in processes of their own.\n\n"
+        f"{tables(times, theirs, dict.fromkeys(times, ()))}\n\n"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="also both through torch.compile")
@@ -267,17 +287,15 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="keep it in DISTRIBUTED.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    peer = Peer(Both)
-    theirs = [*SCHEDULES, *(THEIRS_COMPILED if options.compile else ())]
-    times, peaks, predicted, goals, rounds = {}, {}, {}, {}, {}
+    eager, compiled, goals, rounds = {}, {}, {}, {}
     for k in options.workloads:
         work = WORKLOADS[k]._replace(**({"rows": options.rows} if options.rows else {}))
         rounds[work] = options.rounds or ROUNDS[WORKLOADS[k]]
-        found = measure(work, peer, options.compile, rounds[work])
-        times[work], peaks[work], predicted[work] = found
         goals[work] = GOALS[WORKLOADS[k]]
-        print(tables({work: times[work]}, theirs, goals), flush=True)
-    peer.close()
+        eager[work] = measure(work, False, rounds[work])
+        print(tables({work: eager[work].times}, SCHEDULES, goals), flush=True)
+        if options.compile:
+            compiled[work] = measure(work, True, rounds[work])
     text = (
         f"# Two processes\n\n{machine()}.\n"
         "fxpipe under `load(..., distributed=True)` and torch.distributed.pipelining in the same "
@@ -285,15 +303,14 @@ def main() -> None:
         f"{', '.join(map(str, rounds.values()))} turns, each in random order; plain is one "
         "thread,\nmicro-batch by micro-batch; limit is plain on two ranks with the bubble of "
         "1F1B.\n"
-        "Compiled ones are compared with the best of all of theirs, others with the best that "
-        "isn't compiled.\n"
         f"Made by `python benchmarks/distributed.py{' --compile' * options.compile} --write`.\n\n"
-        f"{tables(times, theirs, goals)}\n\n"
+        f"{tables({work: found.times for work, found in eager.items()}, SCHEDULES, goals)}\n\n"
         "Milliseconds that plan.json says, and the medians:\n\n"
-        f"{prediction_table(times, predicted)}\n\n"
+        f"{prediction_table(eager)}\n\n"
         "What the fuller rank holds at its fullest: its parameters, and the memory of all tensors "
         "that its ops make;\nfxpipe's with copies of the micro-batches that it reads.\n\n"
-        f"{peak_table(peaks)}\n\n"
+        f"{peak_table(eager)}\n\n"
+        f"{compiled_tables(compiled)}"
         "Microseconds of a rank's action that multiplies one number by another, with what it "
         f"receives and sends\n(1F1B, 32 micro-batches): {empty_actions(32, 50)}.\n\n"
         "A U-Net in four parts on two ranks, in float64 against the plain model; its skips pass "

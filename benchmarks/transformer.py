@@ -115,8 +115,7 @@ def table(
 ) -> str:
     """Milliseconds by workload and by who takes them, and ours by the best of `theirs`.
 
-    What isn't compiled is compared with what isn't. 1F1B on two devices can't be shorter than
-    `limit`: plain, halved, and its bubble.
+    1F1B on two devices can't be shorter than `limit`: plain, halved, and its bubble.
     """
     names = list(next(iter(measured.values())))
     ours = [name for name in names if name.startswith("fxpipe")]
@@ -126,16 +125,9 @@ def table(
     for work, turns in measured.items():
         times = {name: statistic(found) for name, found in turns.items()}
         best = min(times[name] for name in theirs)
-        best_eager = min(times[name] for name in theirs if not _is_compiled(name))
         limit = times["plain"] * (work.m + 1) / (2 * work.m)
         cells = [", ".join(map(str, work)), f"{limit:.0f}"]
         cells += [f"{times[name]:.0f}" for name in names]
-        cells += [
-            f"{times[name] / (best if _is_compiled(name) else best_eager):.2f}" for name in ours
-        ]
+        cells += [f"{times[name] / best:.2f}" for name in ours]
         lines.append(f"| {' | '.join([*cells, ', '.join(map(str, goals[work]))])} |")
     return "\n".join(lines)
-
-
-def _is_compiled(name: str) -> bool:
-    return name.endswith("compiled")
