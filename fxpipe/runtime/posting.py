@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from fxpipe.runtime.messages import Item, Message, Post, Receive, Row, Send, arrivals
 from fxpipe.schedule import Action, Schedule
 
-# What buffers may add to a rank's fullest moment: less than the share that plans set aside for
-# fragmentation, and room for several small messages.
-_SHARE = 0.02
+# What buffers may add to a rank's fullest moment, as a share and in bytes: room for several small
+# messages, and less than plans set aside for fragmentation.
+_SHARE, _BYTES = 0.02, 2**20
 _FEW = 2  # when no more than one is posted of what comes from a rank, all that have room are
 
 
@@ -134,7 +134,7 @@ def _posts(queues: Sequence[deque[_Buffer]], held: Sequence[float]) -> list[list
         for k in range(buffer.here, buffer.end):
             full[k] += buffer.n_bytes
             load[k] += buffer.n_bytes if k >= buffer.due else 0
-    most = max(full) * (1 + _SHARE)
+    most = max(full) + min(_SHARE * max(full), _BYTES)
 
     def fits(buffer: _Buffer, k: int) -> bool:
         return max(load[k : buffer.due]) + buffer.n_bytes <= most
