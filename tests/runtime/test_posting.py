@@ -22,10 +22,13 @@ def held(row: tuple[Action, ...]) -> list[float]:
     return found
 
 
-def posted(table: Schedule, *skips: tuple[int, int], n_bytes: float = MESSAGE) -> tuple[Row, ...]:
-    wires = wires_of(table.n_stages, *skips)
-    rows = rank_rows(table, wires, table.stage_to_device, [])
-    return with_posts(rows, table, [held(row) for row in table.rows], lambda message: n_bytes)
+def posted(
+    table: Schedule, *skips: tuple[int, int], n_bytes: float = MESSAGE, unit: float = 1.0
+) -> tuple[Row, ...]:
+    """The rows where messages have `n_bytes`, and what is saved is counted in units."""
+    rows = rank_rows(table, wires_of(table.n_stages, *skips), table.stage_to_device, [])
+    kept = [[unit * n for n in held(row)] for row in table.rows]
+    return with_posts(rows, table, kept, lambda message: n_bytes)
 
 
 def shown(row: Row) -> str:
@@ -50,6 +53,12 @@ def test_small_ones_are_posted_several_at_once_when_few_are_left():
     assert shown(first) == f"0F0 + + + + + {rest}"
     rest = "1F0 1B0 - 1F1 1B1 - 1F2 + + 1B2 - 1F3 1B3 - 1F4 1B4 - 1F5 1B5"
     assert shown(second) == f"+ + + + - {rest}"
+
+
+def test_large_ones_are_posted_one_by_one():
+    small, large = (posted(order.build("1f1b", 2, 6), n_bytes=n, unit=1e9) for n in (2e5, 2e6))
+    assert shown(small[0]).startswith("0F0 + + + + + + 0F1 - 0B0 0F2")
+    assert shown(large[0]).startswith("0F0 + 0F1 - 0B0 + 0F2 - 0B1 + 0F3")
 
 
 def test_what_stands_between_an_action_and_its_sends_is_no_place_of_its_own():
