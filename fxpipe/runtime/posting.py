@@ -1,25 +1,17 @@
 """When a rank posts its receives: as early as the plan's memory allows.
 
 A posted receive is a buffer, and what is sent to a rank that has not posted one waits where it was
-made. So they are posted while the rank holds hardly more than it does at its fullest anyway: what
-its stages keep, and the messages that by the clock, each action taking one cycle, have come before
-the action that needs them.
-
-To post one wakes the other rank, which takes as long as some small ops; to post several at once
-wakes it once.
+made. So each is posted as soon as its buffer makes the rank hold no more than it does at its
+fullest anyway: what its stages keep, and the messages that by the clock, each action taking one
+cycle, have come before the action that needs them.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fxpipe.runtime.messages import Item, Message, Post, Receive, Row, Send, arrivals
 from fxpipe.schedule import Action, Schedule
-
-# What buffers may add to a rank's fullest moment, as a share and in bytes: room for several small
-# messages, and less than plans set aside for fragmentation.
-_SHARE, _BYTES = 0.02, 2**20
-_FEW = 2  # when no more than one is posted of what comes from a rank, all that have room are
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +26,6 @@ class _Buffer:
     here: int
     due: int
     end: int
-
-
-@dataclass(eq=False, slots=True)
-class _Source:
-    """What comes from one rank: what is `left` to post, and when what is posted is `due`."""
-
-    left: deque[_Buffer]
-    due: list[int] = field(default_factory=list)
-
-    def ahead(self, k: int) -> int:
-        """How many are posted that action k or a later one needs."""
-        return sum(due >= k for due in self.due)
-
-    def post(self) -> _Buffer:
-        """The next one."""
-        self.due.append(self.left[0].due)
-        return self.left.popleft()
 
 
 def with_posts(
@@ -134,24 +109,17 @@ def _posts(queues: Sequence[deque[_Buffer]], held: Sequence[float]) -> list[list
         for k in range(buffer.here, buffer.end):
             full[k] += buffer.n_bytes
             load[k] += buffer.n_bytes if k >= buffer.due else 0
-    most = max(full) + min(_SHARE * max(full), _BYTES)
+    most = max(full)
 
     def fits(buffer: _Buffer, k: int) -> bool:
-        return max(load[k : buffer.due]) + buffer.n_bytes <= most
+        return buffer.due <= k or max(load[k : buffer.due]) + buffer.n_bytes <= most
 
-    sources = [_Source(queue) for queue in queues]
     found: list[list[Message]] = [[] for _ in load]
     for k, posted in enumerate(found):
-        if k == 0 and not any(source.left[0].due == 0 for source in sources):
+        if k == 0 and not any(queue[0].due == 0 for queue in queues):
             continue  # what waits for no other rank begins before it is known that all agree
-        few = [source for source in sources if source.ahead(k) < _FEW]
-        while ready := [
-            source
-            for source in sources
-            if source.left
-            and (source.left[0].due <= k or (source in few and fits(source.left[0], k)))
-        ]:
-            buffer = min(ready, key=lambda source: source.left[0].due).post()
+        while ready := [queue for queue in queues if queue and fits(queue[0], k)]:
+            buffer = min(ready, key=lambda queue: queue[0].due).popleft()
             posted.append(buffer.message)
             for there in range(k, buffer.due):
                 load[there] += buffer.n_bytes
