@@ -87,6 +87,16 @@ class Found:
         """Of each F, backward and W by stage and micro-batch, how many actions began before it."""
         return order_of(self.ran, *self.split.shape)  # type: ignore[no-any-return]
 
+    @property
+    def at_rest_bytes(self) -> _Ints:
+        """What each device holds between steps."""
+        return self.numbers[10]  # type: ignore[no-any-return]
+
+    @property
+    def peak_bytes(self) -> _Ints:
+        """What each device holds at its fullest."""
+        return self.ran[7]  # type: ignore[no-any-return]
+
 
 class Judge:
     """Tells what candidates are worth; several threads may ask."""
@@ -169,7 +179,7 @@ class Judge:
             chosen = self._ran(_NO_ROWS, (order, split, room, 0.0), candidate, numbers, split)
             work += len(chosen.ran[0])
             found = min(found, chosen, key=lambda one: one.worth)
-            room -= np.maximum(chosen.ran[7] - self.capacity, 0)
+            room -= np.maximum(chosen.peak_bytes - self.capacity, 0)
         return replace(found, work=work)
 
     def carried_ms(self, candidate: Candidate, order: NDArray[np.float64]) -> float:

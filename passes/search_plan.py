@@ -13,7 +13,7 @@ from fxpipe.passes.order_whole import whole_where_it_pays
 from fxpipe.passes.partition_costs import edges_of, evaluate, segmented_costs, size_text
 from fxpipe.passes.search import Search, table_of
 from fxpipe.passes.search_judge import Found, Judge, SearchProblem
-from fxpipe.passes.search_tidy import joined, tidied
+from fxpipe.passes.search_lean import lean_search
 from fxpipe.passes.simulate import simulate
 from fxpipe.schedule import Schedule
 
@@ -68,14 +68,13 @@ def search(
     )
     _check(problem)
     n_workers = n_workers or usual_workers()
-    run = Search(
+    run, found = lean_search(
         problem,
         seed=seed,
         time_limit_s=time_limit_s / 2 if orders else time_limit_s,
         n_workers=n_workers,
         progress=progress,
     )
-    found = tidied(run.judge, joined(run.judge, run.run()))
     plan = _plan(problem, run.judge, found, schedule_name, run.bound_ms)
     if lacking(problem, plan) > 0:
         raise PlanError(_does_not_fit(problem, plan))
