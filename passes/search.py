@@ -88,8 +88,11 @@ class Search:
         time_limit_s: float,
         n_workers: int = 1,
         progress: Callable[[float], None] = lambda _: None,
+        start: Found | None = None,
     ) -> None:
+        """`start` is what was found of the same chain with more room."""
         self.judge = Judge(problem)
+        self._start = start
         self.problem = problem
         self.seed = seed
         self.n_workers = n_workers
@@ -155,7 +158,14 @@ class Search:
         chosen = [s for s in shapes(problem.n_devices, problem.loops) if len(s) <= most]
         of_shapes = [*pool.map(self._begin, chosen)]
         self.budget -= sum(climb.work for climb in (*of_tables, *of_shapes))
-        return [*sorted(of_tables, key=lambda climb: climb.best.worth)[:_NAMED], *of_shapes]
+        best = sorted(of_tables, key=lambda climb: climb.best.worth)[:_NAMED]
+        return [*([] if self._start is None else [self._resumed(self._start)]), *best, *of_shapes]
+
+    def _resumed(self, start: Found) -> _Climb:
+        random = Random(self.seed)
+        candidate, seed = replace(start.candidate, table=None), random.randrange(2**31)
+        found = self.judge.reordered(candidate, start.order, _SETTLE, seed)
+        return _Climb(found, found, [found.worth] * _LATE, random, work=found.work)
 
     def _begin(self, shape: tuple[int, ...], table: Schedule | None = None) -> _Climb:
         """Equal times, and the lowest price of memory at which that fits."""

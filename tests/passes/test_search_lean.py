@@ -9,6 +9,7 @@ from test_search import little_work, problem, searched
 
 from fxpipe.ir import Chain
 from fxpipe.passes.partition_tidy import MOST_LONGER
+from fxpipe.passes.search import Search
 from fxpipe.passes.search_judge import SearchProblem
 from fxpipe.passes.search_lean import lean_search
 
@@ -42,6 +43,13 @@ def test_a_bare_chain_is_planned_for_the_shortest_step() -> None:
         asked(0), seed=0, time_limit_s=20.0, n_workers=2, progress=lambda _: None
     )
     assert found.worth == (0, run.best_ms)
+
+
+def test_a_search_goes_on_from_what_was_found() -> None:
+    found = Search(asked(0), seed=0, time_limit_s=20.0, n_workers=2).run()
+    hurried = {"seed": 1, "time_limit_s": 0.0}
+    assert Search(asked(0), **hurried).run().worth > found.worth
+    assert Search(asked(0), **hurried, start=found).run().worth <= found.worth
 
 
 def test_the_same_seed_gives_the_same_plan() -> None:
