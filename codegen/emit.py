@@ -162,6 +162,7 @@ def _manifest(
             tuple(map(str, plan.estimate.critical)),
             capacity_bytes,
             profile.loss.ms if profile.loss else 0.0,
+            plan.estimate.ahead_bytes,
         ),
         solver=plan.solver,
         gap=plan.gap,

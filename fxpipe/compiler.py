@@ -22,6 +22,7 @@ from fxpipe.package import Package
 from fxpipe.partial import largest_part
 from fxpipe.passes.linearize import linearize
 from fxpipe.passes.partition import partition
+from fxpipe.passes.partition_costs import with_room_ahead
 from fxpipe.passes.portals import wire
 from fxpipe.passes.search_named import candidate, named_candidates
 from fxpipe.passes.search_plan import LOOPS, TIME_LIMIT_S, search
@@ -129,6 +130,7 @@ def compile(
                 links = between_processors(network)
         with line("linearize"):
             chain = linearize(captured, costs)
+        capacity_bytes = room or (costs.capacity_bytes,) * len(lanes)
         with line("partition"):
             try:
                 plan = _planned(
@@ -139,7 +141,7 @@ def compile(
                     n_devices=len(lanes),
                     n_microbatches=count,
                     network=links,
-                    capacity_bytes=room or (costs.capacity_bytes,) * len(lanes),
+                    capacity_bytes=capacity_bytes,
                     training_factor=training_factor,
                     loops=loops,
                     solver=solver,
@@ -148,7 +150,7 @@ def compile(
                     time_limit_s=time_limit_s / len(counts),
                     progress=lambda ms: progress(f"partition: {ms:.3f} ms"),
                 )
-                found.append((costs, chain, plan))
+                found.append((costs, chain, with_room_ahead(plan, links, capacity_bytes)))
             except PlanError as error:
                 unfit.append(error)
     if not found:

@@ -31,7 +31,8 @@ class Estimate:
 
     `spans` has the shape of the schedule's rows: when each action begins and ends, in ms. `memory`
     is what each device holds over time: (ms, bytes) at first and after each change. `critical` are
-    the actions that the step's length hangs on, in order of time.
+    the actions that the step's length hangs on, in order of time. Of `peak_bytes`, `ahead_bytes`
+    are set aside for messages that a process asks for ahead.
     """
 
     step_ms: float
@@ -41,6 +42,7 @@ class Estimate:
     stages: tuple[StageEstimate, ...]
     memory: tuple[tuple[tuple[float, int], ...], ...] = ()
     critical: tuple[Action, ...] = ()
+    ahead_bytes: tuple[int, ...] = ()
 
 
 # The schedule's name where the table is the user's own.

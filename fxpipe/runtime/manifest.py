@@ -14,7 +14,7 @@ from fxpipe.runtime.read_json import read
 from fxpipe.runtime.sizes import size
 from fxpipe.runtime.structure import Structure
 
-FORMAT = 4
+FORMAT = 5
 UNKNOWN = "unknown"  # a size that depends on what the tensors hold
 
 # The modes in which a value is there.
@@ -153,7 +153,8 @@ class EstimateSpec:
     the package was compiled with, and when it begins and ends, in ms. `memory` has one too, of
     what the device holds from when on, `0.0 1024;1.5 2048`, in ms and bytes. `critical` are the
     actions that the step's length hangs on, in order of time. `capacity_bytes` is what each device
-    has room for. The loss, `loss_ms`, is planned as part of the last stage's backwards.
+    has room for. The loss, `loss_ms`, is planned as part of the last stage's backwards. Of
+    `peak_bytes`, `ahead_bytes` are set aside for messages that a process asks for ahead.
     """
 
     step_ms: float
@@ -164,6 +165,7 @@ class EstimateSpec:
     critical: tuple[str, ...] = ()
     capacity_bytes: tuple[int, ...] = ()
     loss_ms: float = 0.0
+    ahead_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

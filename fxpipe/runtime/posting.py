@@ -1,17 +1,22 @@
 """When a rank posts its receives: as early as the plan's memory allows.
 
 A posted receive is a buffer, and what is sent to a rank that has not posted one waits where it was
-made. So each is posted as soon as its buffer makes the rank hold no more than it does at its
-fullest anyway: what its stages keep, and the messages that by the clock, each action taking one
-cycle, have come before the action that needs them.
+made. So they are posted as soon as their buffers make the rank hold no more than it does at its
+fullest, what its stages keep, and the messages that by the clock, each action taking one cycle,
+have come before the action that needs them, and than the plan sets aside for them besides.
+
+To post one wakes the other rank, which takes as long as some small ops; to post several at once
+wakes it once.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fxpipe.runtime.messages import Item, Message, Post, Receive, Row, Send, arrivals
 from fxpipe.schedule import Action, Schedule
+
+_FEW = 2  # when no more than one is posted of what comes from a rank, all that have room are
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +33,35 @@ class _Buffer:
     end: int
 
 
+@dataclass(eq=False, slots=True)
+class _Source:
+    """What comes from one rank: what is `left` to post, and when what is posted is `due`."""
+
+    left: deque[_Buffer]
+    due: list[int] = field(default_factory=list)
+
+    def ahead(self, k: int) -> int:
+        """How many are posted that action k or a later one needs."""
+        return sum(due >= k for due in self.due)
+
+    def post(self) -> _Buffer:
+        """The next one."""
+        self.due.append(self.left[0].due)
+        return self.left.popleft()
+
+
 def with_posts(
     rows: Sequence[Row],
     schedule: Schedule,
     held: Sequence[Sequence[float]],
+    ahead_bytes: Sequence[int],
     n_bytes: Callable[[Message], int],
 ) -> tuple[Row, ...]:
     """The rows of a table with a `Post` for each `Receive`, both in the order of what comes.
 
     `held` are the bytes that each rank's stages hold during each of its actions, with the values
-    that this one and those before it have received; `n_bytes` are a message's.
+    that this one and those before it have received; `ahead_bytes` are set aside on each rank for
+    what is posted; `n_bytes` are a message's.
     """
     cycles = {a: k for k, cycle in enumerate(schedule.clock()) for a in cycle if a is not None}
     made = dict(_made(rows, cycles))
@@ -51,7 +75,7 @@ def with_posts(
             deque(_buffer(message, needed[message], own, made, n_bytes) for message in messages)
             for messages in arriving.values()
         ]
-        found.append(_placed(ordered, _posts(queues, held[rank])))
+        found.append(_placed(ordered, _posts(queues, held[rank], ahead_bytes[rank])))
     return tuple(found)
 
 
@@ -101,7 +125,9 @@ def _buffer(
     return _Buffer(message, n_bytes(message), min(here, due), due, end)
 
 
-def _posts(queues: Sequence[deque[_Buffer]], held: Sequence[float]) -> list[list[Message]]:
+def _posts(
+    queues: Sequence[deque[_Buffer]], held: Sequence[float], ahead_bytes: int
+) -> list[list[Message]]:
     """What is posted before each action, and after the last."""
     load = [*held, 0.0]
     full = list(load)
@@ -109,17 +135,24 @@ def _posts(queues: Sequence[deque[_Buffer]], held: Sequence[float]) -> list[list
         for k in range(buffer.here, buffer.end):
             full[k] += buffer.n_bytes
             load[k] += buffer.n_bytes if k >= buffer.due else 0
-    most = max(full)
+    most = max(full) + ahead_bytes
 
     def fits(buffer: _Buffer, k: int) -> bool:
-        return buffer.due <= k or max(load[k : buffer.due]) + buffer.n_bytes <= most
+        return max(load[k : buffer.due]) + buffer.n_bytes <= most
 
+    sources = [_Source(queue) for queue in queues]
     found: list[list[Message]] = [[] for _ in load]
     for k, posted in enumerate(found):
-        if k == 0 and not any(queue[0].due == 0 for queue in queues):
+        if k == 0 and not any(source.left[0].due == 0 for source in sources):
             continue  # what waits for no other rank begins before it is known that all agree
-        while ready := [queue for queue in queues if queue and fits(queue[0], k)]:
-            buffer = min(ready, key=lambda queue: queue[0].due).popleft()
+        few = [source for source in sources if source.ahead(k) < _FEW]
+        while ready := [
+            source
+            for source in sources
+            if source.left
+            and (source.left[0].due <= k or (source in few and fits(source.left[0], k)))
+        ]:
+            buffer = min(ready, key=lambda source: source.left[0].due).post()
             posted.append(buffer.message)
             for there in range(k, buffer.due):
                 load[there] += buffer.n_bytes

@@ -41,6 +41,7 @@ class RankPlan:
         self._gathers = gathers
         self._wires = wires
         self._ranks = manifest.stage_to_device
+        self._ahead_bytes = manifest.estimate.ahead_bytes or (0,) * len(schedule.rows)
         self._draws = [j for j, stage in enumerate(manifest.stages) if stage.random]
         self._specs = {Wire(CALLER, value.value): value.spec for value in manifest.inputs} | {
             Wire(j, output.value): output.spec
@@ -73,7 +74,8 @@ class RankPlan:
             if backward and self._reduces:
                 rows = tuple(map(with_reductions, rows, self.order))
             rows = tuple(first_of(row, m) for row in rows)
-            self._rows[key] = with_posts(rows, table, self._held(table, backward), self._bytes)
+            held = self._held(table, backward)
+            self._rows[key] = with_posts(rows, table, held, self._ahead_bytes, self._bytes)
         return self._rows[key]
 
     @property

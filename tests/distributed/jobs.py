@@ -16,6 +16,7 @@ import toys
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
 
 from fxpipe import checkpoint
 from fxpipe.errors import InputError, WeightsError
@@ -380,6 +381,17 @@ def looked_at(folder: Path, out: Path) -> tuple[int, int]:
     assert path.read_text()
     assert memory.peaks[0].measured_bytes
     return len(memory.peaks), len(pipe.devices)
+
+
+def held(folder: Path, x: Tensor) -> tuple[int, int]:
+    """What this rank was predicted to hold in a step, and what it does."""
+    pipe = load(folder, distributed=True)
+    pipe.step(x, target=x, loss_fn=functional.mse_loss)
+    pipe.zero_grad()
+    with pipe.memory() as memory:
+        pipe.step(x, target=x, loss_fn=functional.mse_loss)
+    (peak,) = memory.peaks
+    return peak.predicted_bytes, peak.measured_bytes or 0
 
 
 def shares_looked_at(folder: Path, out: Path) -> tuple[list[str], list[int]]:

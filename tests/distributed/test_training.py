@@ -2,7 +2,12 @@
 
 import jobs
 import pytest
+import torch
 import toys
+from torch import nn
+from torch.nn import functional
+
+import fxpipe
 
 EQUAL = ["equal", "equal"]
 
@@ -50,3 +55,25 @@ def test_outputs_on_all_ranks(two, tmp_path):
 def test_a_rank_shows_its_own_step_and_memory(two, tmp_path):
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
     assert two.run(jobs.looked_at, tmp_path, tmp_path) == [(1, 1)] * 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "auto"])
+def test_ranks_that_ask_ahead_hold_no_more_than_was_planned(two, tmp_path, schedule):
+    layers = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8))
+    model, x = nn.Sequential(*layers), torch.randn(8, 256, 64)
+    package = fxpipe.compile(
+        model,
+        (x,),
+        devices="cpu*2",
+        microbatches=8,
+        schedule=schedule,
+        profile="analytic:cpu",
+        topology="2:eth10",
+        target=x,
+        loss_fn=functional.mse_loss,
+        time_limit_s=1.0,
+    )
+    assert min(package.manifest.estimate.ahead_bytes) > 0
+    package.write(tmp_path / "out", weights=True)
+    for predicted, measured in two.run(jobs.held, tmp_path / "out", x):
+        assert measured <= predicted <= 1.1 * measured
