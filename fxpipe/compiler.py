@@ -22,7 +22,7 @@ from fxpipe.package import Package
 from fxpipe.partial import largest_part
 from fxpipe.passes.linearize import linearize
 from fxpipe.passes.partition import partition
-from fxpipe.passes.partition_costs import with_room_ahead
+from fxpipe.passes.partition_processes import with_messages_held
 from fxpipe.passes.portals import wire
 from fxpipe.passes.search_named import candidate, named_candidates
 from fxpipe.passes.search_plan import LOOPS, TIME_LIMIT_S, search
@@ -150,7 +150,7 @@ def compile(
                     time_limit_s=time_limit_s / len(counts),
                     progress=lambda ms: progress(f"partition: {ms:.3f} ms"),
                 )
-                found.append((costs, chain, with_room_ahead(plan, links, capacity_bytes)))
+                found.append((costs, chain, with_messages_held(chain, plan, links, capacity_bytes)))
             except PlanError as error:
                 unfit.append(error)
     if not found:

@@ -13,7 +13,8 @@ from fxpipe.optimizer import optimizer_of
 from fxpipe.passes import order
 from fxpipe.passes.linearize import linearize
 from fxpipe.passes.partition import partition
-from fxpipe.passes.partition_costs import edges_of, with_room_ahead
+from fxpipe.passes.partition_costs import edges_of
+from fxpipe.passes.partition_processes import with_messages_held
 from fxpipe.passes.search_bound import bytes_free, lower_bound_ms
 from fxpipe.passes.search_plan import LOOPS, chain_loops, search
 from fxpipe.profile_file import costs_of, is_analytic
@@ -138,7 +139,7 @@ def answered(
         time_limit_s=time_limit_s,
         progress=progress,
     )
-    plan = with_room_ahead(plan, q.network, q.capacity_bytes)
+    plan = with_messages_held(q.chain, plan, q.network, q.capacity_bytes)
     return Answer(name, plan, "", time.perf_counter() - start)
 
 
@@ -165,7 +166,7 @@ def named(question: Question) -> Iterator[Answer]:
                 loops=loops,
                 training_factor=q.training_factor,
             )
-            plan = with_room_ahead(plan, q.network, q.capacity_bytes)
+            plan = with_messages_held(q.chain, plan, q.network, q.capacity_bytes)
             plan = replace(plan, bound_ms=bound_ms)
             yield Answer(name, plan, "", time.perf_counter() - start)
         except FxpipeError as error:

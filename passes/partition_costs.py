@@ -2,10 +2,9 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
-from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, Plan, StageEstimate
+from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, StageEstimate
 from fxpipe.passes import checkpoints
 from fxpipe.passes.partition_stages import stage_costs, with_segments
 from fxpipe.passes.simulate import simulate
@@ -13,9 +12,6 @@ from fxpipe.passes.simulate_costs import Message, StageCost
 from fxpipe.schedule import Kind, Schedule
 
 Cuts = tuple[int, ...]
-
-# What is set aside for messages asked for ahead: a share of a device's peak, so many bytes at most.
-_AHEAD_SHARE, _AHEAD_BYTES = 0.02, 2**20
 
 
 def evaluate(
@@ -55,22 +51,6 @@ def evaluate(
             )
         ),
     )
-
-
-def with_room_ahead(plan: Plan, network: Network, capacity_bytes: Sequence[int]) -> Plan:
-    """The plan with room to ask for several small messages at once, where the devices have some.
-
-    To ask another process for one wakes it, which takes a processor as long as some small ops do.
-    """
-    if network.link.value_ms == 0:
-        return plan
-    peaks = plan.estimate.peak_bytes
-    ahead = tuple(
-        min(int(_AHEAD_SHARE * peak), _AHEAD_BYTES, capacity - peak)
-        for peak, capacity in zip(peaks, capacity_bytes, strict=True)
-    )
-    held = tuple(peak + more for peak, more in zip(peaks, ahead, strict=True))
-    return replace(plan, estimate=replace(plan.estimate, peak_bytes=held, ahead_bytes=ahead))
 
 
 def segmented_costs(

@@ -17,6 +17,10 @@ from fxpipe.errors import ScheduleError
 from fxpipe.runtime.portal import CALLER, Wire, Wires
 from fxpipe.schedule import Action, Kind, Schedule, clock_order
 
+# What is sent to a rank goes to the thread that waits for it with as many bytes at once: to wake
+# that thread takes as long as some small ops.
+SENT_AT_ONCE_BYTES = 2**16
+
 
 @dataclass(frozen=True, slots=True)
 class Message:

@@ -18,12 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.runtime import stream
+from fxpipe.runtime.messages import SENT_AT_ONCE_BYTES
 from fxpipe.runtime.ranks import Ranks
 
 _LOOK_S = 2e-4  # how often a GPU is asked whether it is done
-# What is sent goes to the thread that waits for it with as many bytes at once: to wake that thread
-# takes as long as some small ops.
-_BYTES_AT_ONCE = 2**16
 
 Tensors = list[Tensor | None]
 
@@ -58,7 +56,7 @@ class Transport:
         assert work is not None
         begun = self._begun[target]
         begun.append((work, tensor))
-        if sum(tensor.nbytes for _, tensor in begun) >= _BYTES_AT_ONCE:
+        if sum(tensor.nbytes for _, tensor in begun) >= SENT_AT_ONCE_BYTES:
             self._await(target)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Any:

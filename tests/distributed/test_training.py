@@ -57,10 +57,11 @@ def test_a_rank_shows_its_own_step_and_memory(two, tmp_path):
     assert two.run(jobs.looked_at, tmp_path, tmp_path) == [(1, 1)] * 2
 
 
+@pytest.mark.parametrize("rows", [64, 256])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "auto"])
-def test_ranks_that_ask_ahead_hold_no_more_than_was_planned(two, tmp_path, schedule):
+def test_ranks_that_ask_ahead_hold_no_more_than_was_planned(two, tmp_path, schedule, rows):
     layers = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8))
-    model, x = nn.Sequential(*layers), torch.randn(8, 256, 64)
+    model, x = nn.Sequential(*layers), torch.randn(8, rows, 64)
     package = fxpipe.compile(
         model,
         (x,),

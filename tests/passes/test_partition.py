@@ -11,7 +11,7 @@ from fxpipe.ir import Block, Chain, CheckpointMode, Link, Network, Plan, Value
 from fxpipe.passes.checkpoints import place, recompute_table
 from fxpipe.passes.order import build
 from fxpipe.passes.partition import SOLVERS, partition
-from fxpipe.passes.partition_costs import held_sets, with_room_ahead
+from fxpipe.passes.partition_costs import held_sets
 from fxpipe.passes.partition_stages import FRAGMENTATION, stage_costs
 from fxpipe.passes.simulate_costs import Message, resting_bytes
 from fxpipe.schedule import Kind
@@ -287,23 +287,6 @@ def test_memory_moves_the_cut(solver: str) -> None:
 
     assert plan(chain, 2, solver=solver).cuts == (4,)
     assert plan(chain, 2, solver=solver, capacity_bytes=(61 * KIB,) * 2).cuts == (3,)
-
-
-def test_processes_have_room_for_messages_ahead_where_devices_have_some() -> None:
-    lanes = plan(plain([block(f"b{k}", saved=50 * KIB) for k in range(8)]), 2)
-    peaks = lanes.estimate.peak_bytes
-    processes = Network(dataclasses.replace(LINK, value_ms=0.2))
-
-    assert with_room_ahead(lanes, Network(LINK), (KIB**3, KIB**3)) == lanes
-    found = with_room_ahead(lanes, processes, (KIB**3, peaks[1] + 7)).estimate
-    assert found.ahead_bytes == (peaks[0] // 50, 7)
-    assert found.peak_bytes == (peaks[0] + peaks[0] // 50, peaks[1] + 7)
-
-    large = dataclasses.replace(lanes.estimate, peak_bytes=(KIB**3, KIB**3))
-    found = with_room_ahead(
-        dataclasses.replace(lanes, estimate=large), processes, (2 * KIB**3,) * 2
-    )
-    assert found.estimate.ahead_bytes == (KIB**2, KIB**2)
 
 
 def test_too_many_devices() -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fxpipe.runtime.transport import _BYTES_AT_ONCE, Transport
+from fxpipe.runtime.messages import SENT_AT_ONCE_BYTES
+from fxpipe.runtime.transport import Transport
 
 
 class Waiting:
@@ -40,7 +41,7 @@ def test_small_messages_are_waited_for_together(waited):
     thread = Waiting()
     transport = transport_to(thread)
     for k in range(5):
-        transport.send(torch.full((_BYTES_AT_ONCE // 4,), k, dtype=torch.uint8), 1, 0)
+        transport.send(torch.full((SENT_AT_ONCE_BYTES // 4,), k, dtype=torch.uint8), 1, 0)
     assert len(thread.jobs) == 1
     transport.finish([1], lambda: None)
     assert len(thread.jobs) == 2
@@ -51,7 +52,7 @@ def test_small_messages_are_waited_for_together(waited):
 
 def test_a_large_message_is_waited_for_at_once(waited):
     thread = Waiting()
-    transport_to(thread).send(torch.zeros(_BYTES_AT_ONCE, dtype=torch.uint8), 1, 0)
+    transport_to(thread).send(torch.zeros(SENT_AT_ONCE_BYTES, dtype=torch.uint8), 1, 0)
     (job,) = thread.jobs
     job()
     assert waited == [0]

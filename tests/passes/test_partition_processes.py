@@ -1,0 +1,54 @@
+"""Where each device has a process, plans have room for what that holds of messages."""
+
+from dataclasses import replace
+
+from chains import KIB, block, plain
+
+from fxpipe.ir import CheckpointMode, Link, Network, Plan
+from fxpipe.passes.partition import partition
+from fxpipe.passes.partition_processes import with_messages_held
+
+LINK = Link(latency_ms=0.01, bytes_per_ms=1e5)
+LANES, PROCESSES = Network(LINK), Network(replace(LINK, value_ms=0.2))
+CHAIN = plain([block(f"b{k}", saved=50 * KIB) for k in range(8)], n_bytes=1000)
+ROOMY = (KIB**3, KIB**3)
+
+
+def planned(schedule: str = "1f1b") -> Plan:
+    return partition(
+        CHAIN,
+        n_stages=2,
+        n_microbatches=4,
+        schedule=schedule,
+        checkpoint=CheckpointMode.NEVER,
+        network=LANES,
+        capacity_bytes=ROOMY,
+        solver="dp",
+    )
+
+
+def test_lanes_of_one_process_hold_no_more() -> None:
+    assert with_messages_held(CHAIN, planned(), LANES, ROOMY) == planned()
+
+
+def test_processes_hold_what_leaves_and_a_fiftieth_of_what_comes() -> None:
+    (first, second), sent = planned().estimate.peak_bytes, 4 * 1000
+    found = with_messages_held(CHAIN, planned(), PROCESSES, ROOMY).estimate
+    assert found.ahead_bytes == (first // 50, second // 50)
+    assert found.peak_bytes == (first + sent + first // 50, second + sent + second // 50)
+
+
+def test_so_many_bytes_at_most() -> None:
+    large = replace(planned(), estimate=replace(planned().estimate, peak_bytes=(KIB**3, KIB**3)))
+    chain = plain(list(CHAIN.blocks), n_bytes=KIB**2)
+    found = with_messages_held(chain, large, PROCESSES, (2 * KIB**3,) * 2).estimate
+    assert found.ahead_bytes == (KIB**2, KIB**2)
+    assert found.peak_bytes == (KIB**3 + KIB**2 + 64 * KIB,) * 2
+
+
+def test_no_more_than_the_devices_have() -> None:
+    first, second = planned().estimate.peak_bytes
+    capacity = first + 4000 + 7, second + 5
+    found = with_messages_held(CHAIN, planned(), PROCESSES, capacity).estimate
+    assert found.ahead_bytes == (7, 0)
+    assert found.peak_bytes == capacity
