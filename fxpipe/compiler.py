@@ -117,7 +117,7 @@ def compile(
     # What comes after a part of the model is no loss.
     loss = Loss.of(loss_fn, target) if part is None else None
     training_factor = optimizer.training_factor(model.parameters())
-    found: list[tuple[Profile, Chain, Plan]] = []
+    found: list[tuple[Profile, Chain, Plan, tuple[int, ...]]] = []
     unfit: list[PlanError] = []
     for count in [count for count in counts if count <= captured.batch] or counts[:1]:
         with line("profile"):
@@ -150,15 +150,15 @@ def compile(
                     time_limit_s=time_limit_s / len(counts),
                     progress=lambda ms: progress(f"partition: {ms:.3f} ms"),
                 )
-                found.append((costs, chain, with_messages_held(chain, plan, links, capacity_bytes)))
+                plan = with_messages_held(chain, plan, links, capacity_bytes)
+                found.append((costs, chain, plan, capacity_bytes))
             except PlanError as error:
                 unfit.append(error)
     if not found:
         raise unfit[-1]
-    costs, chain, plan = min(found, key=lambda one: one[2].estimate.step_ms)
-    capacity_bytes = room or (costs.capacity_bytes,) * len(lanes)
+    costs, chain, plan, capacity_bytes = min(found, key=lambda one: one[2].estimate.step_ms)
     with line("partition"):
-        others = (other for _, _, other in found if other is not plan)
+        others = (other for _, _, other, _ in found if other is not plan)
         candidates = (
             *(candidate(o.schedule_name, o.schedule, o.estimate, capacity_bytes) for o in others),
             *named_candidates(

@@ -163,8 +163,7 @@ class Search:
 
     def _resumed(self, start: Found) -> _Climb:
         random = Random(self.seed)
-        candidate, seed = replace(start.candidate, table=None), random.randrange(2**31)
-        found = self.judge.reordered(candidate, start.order, _SETTLE, seed)
+        found = self._settled(start, random)
         return _Climb(found, found, [found.worth] * _LATE, random, work=found.work)
 
     def _begin(self, shape: tuple[int, ...], table: Schedule | None = None) -> _Climb:
@@ -236,14 +235,15 @@ class Search:
     def _refine(self, climb: _Climb, work: float) -> None:
         """Moves that keep the order, unless the order is given."""
         if self.problem.table is None:
-            candidate, seed = (
-                replace(climb.best.candidate, table=None),
-                climb.random.randrange(2**31),
-            )
-            climb.here = self.judge.reordered(candidate, climb.best.order, _SETTLE, seed)
+            climb.here = self._settled(climb.best, climb.random)
             climb.best = min(climb.best, climb.here, key=lambda found: found.worth)
             climb.late = [climb.here.worth] * _LATE
         self._climb(climb, work, self._refined)
+
+    def _settled(self, found: Found, random: Random) -> Found:
+        """The same stages in the best order near the one found."""
+        candidate, seed = replace(found.candidate, table=None), random.randrange(2**31)
+        return self.judge.reordered(candidate, found.order, _SETTLE, seed)
 
     def _refined(self, here: Found, random: Random) -> Found:
         if here.worth[0] or self.problem.table is not None:

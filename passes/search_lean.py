@@ -35,7 +35,7 @@ def lean_search(
     share = 1.0 if bare else 1 - _AGAIN * _SHARE
     run = begun(problem, time_limit_s=share * time_limit_s, progress=progress)
     shortest = run.run()
-    found = tidied(run.judge, joined(run.judge, shortest))
+    found = _finished(run, shortest)
     if bare or found.worth[0]:
         return run, found
     longest = 0, shortest.worth[1] * MOST_LONGER
@@ -48,9 +48,13 @@ def lean_search(
         # What nothing had to compute again stays so, and more is found in the time.
         leaner = replace(problem, capacity_bytes=room, recompute=any(found.candidate.prices))
         again = begun(leaner, time_limit_s=_SHARE * time_limit_s, start=found)
-        tried = tidied(again.judge, joined(again.judge, again.run()))
+        tried = _finished(again, again.run())
         if tried.worth <= longest:
             found = tried
         else:
             too_little = part
     return run, found
+
+
+def _finished(search: Search, found: Found) -> Found:
+    return tidied(search.judge, joined(search.judge, found))

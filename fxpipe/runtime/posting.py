@@ -1,9 +1,9 @@
 """When a rank posts its receives: as early as the plan's memory allows.
 
 A posted receive is a buffer, and what is sent to a rank that has not posted one waits where it was
-made. So they are posted as soon as their buffers make the rank hold no more than it does at its
-fullest, what its stages keep, and the messages that by the clock, each action taking one cycle,
-have come before the action that needs them, and than the plan sets aside for them besides.
+made. So receives are posted while the rank holds no more with their buffers than at its fullest
+anyway and what the plan sets aside for them. At its fullest it holds what its stages keep, and the
+messages that by the clock, each action taking one cycle, have come before they are needed.
 
 To post one wakes the other rank, which takes as long as some small ops; to post several at once
 wakes it once.

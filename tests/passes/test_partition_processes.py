@@ -3,43 +3,30 @@
 from dataclasses import replace
 
 from chains import KIB, block, plain
+from test_partition import LINK, plan
 
-from fxpipe.ir import CheckpointMode, Link, Network, Plan
-from fxpipe.passes.partition import partition
+from fxpipe.ir import Network
 from fxpipe.passes.partition_processes import with_messages_held
 
-LINK = Link(latency_ms=0.01, bytes_per_ms=1e5)
 LANES, PROCESSES = Network(LINK), Network(replace(LINK, value_ms=0.2))
 CHAIN = plain([block(f"b{k}", saved=50 * KIB) for k in range(8)], n_bytes=1000)
+PLAN = plan(CHAIN, 2)
 ROOMY = (KIB**3, KIB**3)
 
 
-def planned(schedule: str = "1f1b") -> Plan:
-    return partition(
-        CHAIN,
-        n_stages=2,
-        n_microbatches=4,
-        schedule=schedule,
-        checkpoint=CheckpointMode.NEVER,
-        network=LANES,
-        capacity_bytes=ROOMY,
-        solver="dp",
-    )
-
-
 def test_lanes_of_one_process_hold_no_more() -> None:
-    assert with_messages_held(CHAIN, planned(), LANES, ROOMY) == planned()
+    assert with_messages_held(CHAIN, PLAN, LANES, ROOMY) == PLAN
 
 
 def test_processes_hold_what_leaves_and_a_fiftieth_of_what_comes() -> None:
-    (first, second), sent = planned().estimate.peak_bytes, 4 * 1000
-    found = with_messages_held(CHAIN, planned(), PROCESSES, ROOMY).estimate
+    (first, second), sent = PLAN.estimate.peak_bytes, 4 * 1000
+    found = with_messages_held(CHAIN, PLAN, PROCESSES, ROOMY).estimate
     assert found.ahead_bytes == (first // 50, second // 50)
     assert found.peak_bytes == (first + sent + first // 50, second + sent + second // 50)
 
 
 def test_so_many_bytes_at_most() -> None:
-    large = replace(planned(), estimate=replace(planned().estimate, peak_bytes=(KIB**3, KIB**3)))
+    large = replace(PLAN, estimate=replace(PLAN.estimate, peak_bytes=(KIB**3, KIB**3)))
     chain = plain(list(CHAIN.blocks), n_bytes=KIB**2)
     found = with_messages_held(chain, large, PROCESSES, (2 * KIB**3,) * 2).estimate
     assert found.ahead_bytes == (KIB**2, KIB**2)
@@ -47,8 +34,8 @@ def test_so_many_bytes_at_most() -> None:
 
 
 def test_no_more_than_the_devices_have() -> None:
-    first, second = planned().estimate.peak_bytes
+    first, second = PLAN.estimate.peak_bytes
     capacity = first + 4000 + 7, second + 5
-    found = with_messages_held(CHAIN, planned(), PROCESSES, capacity).estimate
+    found = with_messages_held(CHAIN, PLAN, PROCESSES, capacity).estimate
     assert found.ahead_bytes == (7, 0)
     assert found.peak_bytes == capacity

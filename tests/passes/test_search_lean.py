@@ -7,13 +7,12 @@ import pytest
 from chains import random_chain
 from test_search import little_work, problem, searched
 
-from fxpipe.ir import Chain
 from fxpipe.passes.partition_tidy import MOST_LONGER
 from fxpipe.passes.search import Search
 from fxpipe.passes.search_judge import SearchProblem
 from fxpipe.passes.search_lean import lean_search
 
-__all__ = ["little_work"]
+__all__ = ["little_work"]  # a fixture that each test here uses
 
 
 def asked(seed: int) -> SearchProblem:
@@ -22,8 +21,7 @@ def asked(seed: int) -> SearchProblem:
 
 def of_a_model(bare: SearchProblem) -> SearchProblem:
     """The same, not of a bare chain: each cut divides one module."""
-    chain: Chain = bare.chain
-    return replace(bare, chain=replace(chain, divides=(1,) * len(chain.blocks)))
+    return replace(bare, chain=replace(bare.chain, divides=(1,) * len(bare.chain.blocks)))
 
 
 @pytest.mark.parametrize("seed", range(4))
