@@ -18,7 +18,14 @@ from fxpipe.errors import InputError
 from fxpipe.interpret import Compute
 from fxpipe.ir import Capture, OpCost, own_storage
 from fxpipe.memory import storage_of
-from fxpipe.op_backward import arriving_bytes, backward_bytes, backward_ms, tensors, with_gradient
+from fxpipe.op_backward import (
+    arriving_bytes,
+    backward_bytes,
+    backward_ms,
+    bytes_added_to,
+    tensors,
+    with_gradient,
+)
 from fxpipe.runtime.split import written_anyway
 from fxpipe.stopwatch import Clock
 
@@ -66,6 +73,7 @@ class _Measured:
     saved: tuple[tuple[int | Literal["result"] | None, int], ...]
     forward_bytes: int
     backward_bytes: int
+    added_bytes: int
     arriving_bytes: int
 
 
@@ -127,6 +135,7 @@ class Meter:
             measured.weight_gradient_ms,
             measured.backward_bytes,
             measured.arriving_bytes,
+            added_bytes=measured.added_bytes,
         )
 
     def _is_weight(self, node: fx.Node) -> bool:
@@ -168,6 +177,7 @@ class Meter:
         leaves, parameters = tensors(begun), self._parameters(node)
         pairs = list(zip(_given(node), leaves, strict=True))
         weights = [tensor for (used, _), tensor in pairs if self._is_weight(used)]
+        read = [tensor for (used, _), tensor in pairs if used.op == "get_attr"]
         inputs = [tensor for (used, _), tensor in pairs if not self._is_weight(used)]
         whole_ms = self._backward_ms(result, leaves + parameters)
         in_part = _wants(weights + parameters) and _wants(inputs)
@@ -178,6 +188,7 @@ class Meter:
             saved=_saved(packed, tensors(given), tensors(result), self._parameters(node)),
             forward_bytes=forward_bytes,
             backward_bytes=backward_bytes(result, leaves + parameters, self._device),
+            added_bytes=bytes_added_to(result, read + parameters),
             arriving_bytes=arriving_bytes(result, inputs) if in_part else 0,
         )
 

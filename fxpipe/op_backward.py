@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from fxpipe.counted import most_bytes
 from fxpipe.memory import storage_of
 from fxpipe.runtime.split import SplitBackward
+from fxpipe.runtime.whole_backward import added_bytes
 from fxpipe.stopwatch import Clock
 
 
@@ -30,6 +31,11 @@ def backward_bytes(result: Any, leaves: Sequence[Tensor], device: torch.device) 
         return 0
     gradients = [torch.ones_like(tensor) for tensor in made]
     return most_bytes(lambda: _backward(made, wanted, gradients), device)[1]
+
+
+def bytes_added_to(result: Any, weights: Sequence[Tensor]) -> int:
+    """Bytes among these of gradients that a step adds straight to those of `weights`."""
+    return added_bytes([get_gradient_edge(tensor) for tensor in with_gradient(result)], weights)
 
 
 def arriving_bytes(result: Any, inputs: Sequence[Tensor]) -> int:

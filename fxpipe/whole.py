@@ -27,6 +27,7 @@ from fxpipe.runtime.lanes import Lanes
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.split import SplitBackward
 from fxpipe.runtime.stream import Device
+from fxpipe.runtime.whole_backward import backward_of
 from fxpipe.straight import straight
 
 _CPU = torch.device("cpu")
@@ -116,6 +117,7 @@ class _Twin:
         # Copies of what is known are those: so modules and state share each parameter.
         modules, state = copy.deepcopy((dict(capture.modules), tensors), known)
         self._run = straight(capture, modules, state)
+        self._backward = backward_of(self._parameters)
         self._draws = any(op.random for op in capture.ops.values())
         # The outputs, and what could be a stage's input.
         self._in_flight: deque[tuple[Outputs, Tensor | None]] = deque()
@@ -154,7 +156,7 @@ class _Twin:
         """Milliseconds of the oldest micro-batch's backward, behind its loss."""
         outputs, gradients, _ = self._oldest()
         start = time.perf_counter()
-        torch.autograd.backward(outputs, gradients)
+        self._backward([get_gradient_edge(output) for output in outputs], gradients)
         return 1e3 * (time.perf_counter() - start)
 
     def halves_ms(self) -> float:

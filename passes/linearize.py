@@ -4,6 +4,7 @@ A block is what no cut may divide: a value that is written in place and all that
 a tuple and those who unpack it.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -227,9 +228,14 @@ def _block(
     parameters: dict[str, int] = {}
     buffers: dict[str, int] = {}
     halves = []
-    for node, cost in zip(nodes, costs, strict=True):
-        weights, others = _state(capture, node)
-        halves.append(_halves(cost, needed[node.name], sum(weights.values())))
+    backward_bytes = 0
+    states = [_state(capture, node) for node in nodes]
+    readers = Counter(name for weights, _ in states for name in weights)
+    for node, cost, (weights, others) in zip(nodes, costs, states, strict=True):
+        alone = sum(size for name, size in weights.items() if readers[name] == 1)
+        added = min(cost.added_bytes, alone)
+        backward_bytes = max(backward_bytes, needed[node.name].backward_bytes - added)
+        halves.append(_halves(cost, needed[node.name], sum(weights.values()), added))
         parameters |= weights
         buffers |= others
     written = {storage for node in nodes for storage in capture.ops[node.name].mutates}
@@ -242,7 +248,7 @@ def _block(
         parameters=tuple(parameters.items()),
         buffers=tuple(buffers.items()),
         forward_workspace_bytes=max(op.forward_bytes for op in own),
-        backward_workspace_bytes=max(op.backward_bytes for op in own),
+        backward_workspace_bytes=backward_bytes,
         weight_gradient_ms=sum(cost.weight_gradient_ms for cost in costs),
         arriving_bytes=sum(
             max(0, cost.arriving_bytes - returned.get(node.name, 0))
@@ -275,12 +281,13 @@ def _state(capture: Capture, node: fx.Node) -> tuple[dict[str, int], dict[str, i
     )
 
 
-def _halves(cost: OpCost, needed: Needed, weight_bytes: int) -> tuple[int, int]:
+def _halves(cost: OpCost, needed: Needed, weight_bytes: int, added: int) -> tuple[int, int]:
     """What an op needs in the first half of a backward and in the second.
 
-    In the second no gradients are on their way; those of weights are as large as these.
+    In the second no gradients are on their way; those of weights are as large as these, but for
+    what is `added` to what is there.
     """
     backward = needed.backward_bytes
     if cost.arriving_bytes:
-        return backward - weight_bytes, cost.backward_bytes
+        return backward - weight_bytes, cost.backward_bytes - added
     return (0, backward) if cost.weight_gradient_ms else (backward, 0)

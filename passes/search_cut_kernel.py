@@ -30,12 +30,13 @@ def static_bytes(begin, end, ends, befores, sizes):  # type: ignore[no-untyped-d
 
 @compiled
 def adding_bytes(begin, end, ends, befores, afters, sizes):  # type: ignore[no-untyped-def]
-    """The gradients that add up in a backward: of weights that several of the blocks read."""
-    total = 0
+    """The gradients that add up in a backward, as partition_stages has it."""
+    total, largest = 0, 0
     for k in range(ends[begin - 1] if begin > 0 else 0, ends[end - 1]):
         if befores[k] < begin and afters[k] < end:
             total += sizes[k]
-    return total
+            largest = max(largest, sizes[k])
+    return total + largest
 
 
 @compiled

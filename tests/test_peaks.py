@@ -7,17 +7,17 @@ from torch.nn import functional as F
 
 import fxpipe
 
-CLASSES, WIDTH = 8000, 32
+CLASSES, MORE, WIDTH = 8000, 40000, 32  # of the latter a head is large: see whole_backward.py
 
 
 class Words(nn.Module):
     """An embedding, layers, and a head that is the embedding again, or not."""
 
-    def __init__(self, tied: bool) -> None:
+    def __init__(self, tied: bool, classes: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(CLASSES, WIDTH)
+        self.embed = nn.Embedding(classes, WIDTH)
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.head = nn.Linear(WIDTH, classes, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -30,18 +30,22 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "tied"),
+    ("schedule", "tied", "classes", "devices"),
     [
-        *((schedule, False) for schedule in ("1f1b", "gpipe", "zb-h1", "zb-v")),
-        *((schedule, True) for schedule in ("1f1b", "zb-v")),
+        *((schedule, False, CLASSES, 2) for schedule in ("1f1b", "gpipe", "zb-h1", "zb-v")),
+        *((schedule, True, CLASSES, 2) for schedule in ("1f1b", "zb-v")),
+        *((schedule, tied, MORE, 2) for schedule in ("1f1b", "zb-h1") for tied in (False, True)),
+        *(("1f1b", tied, MORE, 1) for tied in (False, True)),
     ],
 )
-def test_the_heads_lane_holds_no_more_than_predicted_nor_much_less(tmp_path, schedule, tied):
-    ids = torch.randint(CLASSES, (8, 16))
+def test_the_heads_lane_holds_no_more_than_predicted_nor_much_less(
+    tmp_path, schedule, tied, classes, devices
+):
+    ids = torch.randint(classes, (8, 4))
     package = fxpipe.compile(
-        Words(tied),
+        Words(tied, classes),
         (ids,),
-        devices="cpu*2",
+        devices=f"cpu*{devices}",
         microbatches=4,
         schedule=schedule,
         loss_fn=cross_entropy,
@@ -89,13 +93,15 @@ def test_what_a_head_joins_is_held_no_longer_than_predicted(tmp_path, checkpoint
 
 
 def assert_held(package, folder, loss_fn, target, *inputs) -> None:
-    """The fullest lane holds no more than predicted, and not much less."""
+    """A lane holds no more than predicted, and not much less: no lane but those of a few bytes."""
     pipe = fxpipe.load(package.write(folder / "out", weights=True))
     pipe.step(*inputs, target=target, loss_fn=loss_fn)
-    held = []
+    peaks = []
     for _ in range(3):
         with pipe.memory() as memory:
             pipe.step(*inputs, target=target, loss_fn=loss_fn)
-        held.append(max(peak.measured_bytes for peak in memory.peaks))
-    predicted = max(peak.predicted_bytes for peak in memory.peaks)
-    assert max(held) <= predicted <= 1.1 * max(held)
+        peaks.append(memory.peaks)
+    held = [max(peak.measured_bytes for peak in lane) for lane in zip(*peaks, strict=True)]
+    predicted = [peak.predicted_bytes for peak in peaks[0]]
+    for measured, foreseen in zip(held, predicted, strict=True):
+        assert measured < max(held) / 10 or measured <= foreseen <= 1.1 * measured

@@ -10,8 +10,9 @@ class OpCost:
 
     `saved` are the storages that its backward keeps: (value whose memory it is, bytes), parameters
     left out. `weight_gradient_ms` is what of `backward_ms` is for weights alone. `workspace_bytes`
-    and `backward_bytes` are what forward and backward make, at their fullest. A backward in two
-    halves takes `halving_ms` longer, and `arriving_bytes` of gradients wait for the second half.
+    and `backward_bytes` are what forward and backward make, at their fullest; a step does not make
+    `added_bytes` of the latter, which it adds to gradients that are there. A backward in two halves
+    takes `halving_ms` longer, and `arriving_bytes` of gradients wait for the second half.
     """
 
     forward_ms: float
@@ -22,6 +23,7 @@ class OpCost:
     backward_bytes: int = 0
     arriving_bytes: int = 0
     halving_ms: float = 0.0
+    added_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

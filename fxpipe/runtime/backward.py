@@ -21,14 +21,21 @@ def as_reals(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """Add what `gradients` of `roots` give to the `.grad` of the leaves; the graph is freed."""
+def backward(
+    roots: Sequence[Tensor | GradientEdge],
+    gradients: Sequence[Tensor],
+    leaves: Sequence[Tensor] = (),
+) -> None:
+    """Add what `gradients` of `roots` give to the `.grad` of all leaves, or of these alone.
+
+    The graph is freed.
+    """
     _engine_run_backward(
         tuple(roots),
         tuple(gradients),
         False,  # keep no graph
         False,  # make no graph
-        (),  # to all leaves
+        tuple(leaves),
         allow_unreachable=True,
         accumulate_grad=True,
     )

@@ -6,7 +6,7 @@ has one. On the way to the inputs the gradient that arrives at each such node is
 node runs once more, for the weight alone. What leads to weights only runs later altogether.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from fxpipe.runtime.nodes import nodes_below
 from fxpipe.runtime.weight_gradients import add_directly
 
 _Gradients = tuple[Tensor | None, ...]
@@ -77,11 +78,12 @@ class SplitBackward:
     def input_gradients(self, inputs: Sequence[GradientEdge]) -> list[Tensor | None]:
         """The gradients that arrive at `inputs`, which were the beginning of the graph."""
         ends = {edge.node for edge in inputs}
-        leads = _leads_to(ends, [edge.node for edge, _ in self._roots])
+        below = nodes_below([edge.node for edge, _ in self._roots], ends)
+        leads = _leads_to(ends, below)
         for node, to_input in leads.items():
             if not to_input or node in ends:
                 continue
-            weights = _weights([n for n in _below(node) if not leads[n]])
+            weights = _weights([n for n in below[node] if not leads[n]], below)
             if weights:
                 fork = _Fork(node, weights)
                 node.register_prehook(fork.arrived)
@@ -132,35 +134,22 @@ def _backward(
         torch.autograd.backward(edges, gradients, retain_graph=True, inputs=weights)
 
 
-def _leads_to(ends: Set[Node], roots: Iterable[Node]) -> dict[Node, bool]:
-    """Whether a node leads to one of `ends`, for each from the roots down to the ends."""
+def _leads_to(ends: Set[Node], below: Mapping[Node, Sequence[Node]]) -> dict[Node, bool]:
+    """Whether a node leads to one of `ends`, for each."""
     leads: dict[Node, bool] = {}
-    left = list(roots)
-    while left:
-        node = left[-1]
-        below = () if node in ends else _below(node)
-        unseen = [n for n in below if n not in leads]
-        if unseen:
-            left += unseen
-            continue
-        left.pop()
-        leads[node] = node in ends or any(leads[n] for n in below)
+    for node, nodes in below.items():
+        leads[node] = node in ends or any(leads[n] for n in nodes)
     return leads
 
 
-def _below(node: Node) -> list[Node]:
-    return [n for n, _ in node.next_functions if n is not None]
-
-
-def _weights(nodes: Sequence[Node]) -> list[Tensor]:
-    """The leaves below `nodes`, which lead to no input."""
+def _weights(nodes: Iterable[Node], below: Mapping[Node, Sequence[Node]]) -> list[Tensor]:
+    """The leaves at `nodes` and below, which lead to no input."""
     found: dict[Node, Any] = {}
     left = list(nodes)
     while left:
         node = left.pop()
         if node not in found:
-            below = _below(node)
             # Asked of an inner node, torch takes longer to say that it has none.
-            found[node] = None if below else getattr(node, "variable", None)
-            left += below
+            found[node] = None if below[node] else getattr(node, "variable", None)
+            left += below[node]
     return [leaf for leaf in found.values() if leaf is not None]

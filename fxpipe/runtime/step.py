@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fxpipe.runtime.backward import backward
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.checkpoint import Replay, recomputes
 from fxpipe.runtime.manifest import InputSpec
@@ -21,6 +20,7 @@ from fxpipe.runtime.portal import CALLER, Wire, add_gradients
 from fxpipe.runtime.receive import Slot, receive
 from fxpipe.runtime.split import SplitBackward
 from fxpipe.runtime.trace import LOSS, RECOMPUTE
+from fxpipe.runtime.whole_backward import backward_of
 from fxpipe.schedule import Action, Kind
 
 
@@ -51,6 +51,7 @@ class Step:
         self._call = call
         self._at_end = at_end
         self._halved = halved
+        self._backwards = [backward_of(stage.module.parameters()) for stage in call.stages]
         self._pending: dict[tuple[int, int], _Pending] = {}
         self._split: dict[tuple[int, int], SplitBackward] = {}
 
@@ -133,7 +134,7 @@ class Step:
         gradients.clear()
         pending.edges = ()
         if roots:
-            backward([edge for edge, _ in roots], [grad for _, grad in roots])
+            self._backwards[j]([edge for edge, _ in roots], [grad for _, grad in roots])
         return {wire: slot.gradient for wire, slot in pending.slots.items()}
 
     def _input_gradients(

@@ -13,49 +13,64 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-# Adds what a node's gradient gives to its weights' and says so, or does nothing.
-_Rule = Callable[[Node, Tensor, Sequence[Tensor]], bool]
+# Adds to weights' `.grad` what a gradient of a node's output gives.
+Add = Callable[[Tensor], None]
+_Rule = Callable[[Node, Sequence[Tensor]], Add | None]
 
 
 def add_directly(node: Node, gradients: Sequence[Tensor | None], weights: Sequence[Tensor]) -> bool:
     """Add what `gradients`, of the node's outputs, give to the `.grad` of its `weights`.
 
-    False, with nothing done, if the node is of another kind, leads to its weights by other nodes,
-    or if somebody wants to see their gradients.
+    False, with nothing done, if `adding` knows no way.
     """
-    rule = _RULES.get(node.name())
-    if rule is None or not all(map(_is_plain, weights)):
-        return False
     gradient, *others = gradients or (None,)
     if gradient is None or any(other is not None for other in others):
         return False
-    if torch.is_autocast_enabled(gradient.device.type):
+    add = adding(node, weights)
+    if add is None:
         return False
     with torch.no_grad():
-        return rule(node, gradient, weights)
+        add(gradient)
+    return True
 
 
-def _linear(node: Any, gradient: Tensor, weights: Sequence[Tensor]) -> bool:
+def adding(node: Node, weights: Sequence[Tensor]) -> Add | None:
+    """What adds to the `.grad` of its `weights` what a gradient of the node's output gives.
+
+    None if the node is of another kind, leads to its weights by other nodes, or if somebody wants
+    to see their gradients. What the node has saved is read once that is called.
+    """
+    rule = _RULES.get(node.name())
+    if rule is None or not all(map(_is_plain, weights)):
+        return None
+    if any(torch.is_autocast_enabled(weight.device.type) for weight in weights):
+        return None
+    return rule(node, weights)
+
+
+def _linear(node: Any, weights: Sequence[Tensor]) -> Add | None:
     """`addmm(bias, x, weight)`, or the weight transposed, as `F.linear` has it."""
     bias, (weight, transposed) = _leaf(node, 0), _factor(node, 2)
     if not _are(weights, bias, weight) or node._saved_alpha != 1 or node._saved_beta != 1:
-        return False
-    if bias is not None and bias.shape != gradient.shape[1:]:
-        return False
-    if weight is not None:
-        _add_product(weight, transposed, node._saved_mat1, gradient)
-    if bias is not None:
-        _add(bias, gradient.sum(0))
-    return True
+        return None
+    if bias is not None and (bias.dim() != 1 or len(bias) == 1):
+        return None  # it may be one for several outputs
+
+    def add(gradient: Tensor) -> None:
+        if weight is not None:
+            _add_product(weight, transposed, node._saved_mat1, gradient)
+        if bias is not None:
+            _add(bias, gradient.sum(0))
+
+    return add
 
 
-def _linear_without_bias(node: Any, gradient: Tensor, weights: Sequence[Tensor]) -> bool:
+def _linear_without_bias(node: Any, weights: Sequence[Tensor]) -> Add | None:
     """`mm(x, weight)`, or the weight transposed."""
     weight, transposed = _factor(node, 1)
     if weight is None or not _are(weights, weight):
-        return False
-    _add_product(weight, transposed, node._saved_self, gradient)
-    return True
+        return None
+    return lambda gradient: _add_product(weight, transposed, node._saved_self, gradient)
 
 
 def _by(op: Callable[..., tuple[Tensor, ...]], saved: str) -> _Rule:
@@ -65,16 +80,19 @@ def _by(op: Callable[..., tuple[Tensor, ...]], saved: str) -> _Rule:
     """
     names = [f"_saved_{name}" for name in saved.split()]
 
-    def rule(node: Any, gradient: Tensor, weights: Sequence[Tensor]) -> bool:
+    def rule(node: Any, weights: Sequence[Tensor]) -> Add | None:
         weight, bias = _leaf(node, 1), _leaf(node, 2)
         if not _are(weights, weight, bias):
-            return False
-        given = (getattr(node, name) for name in names)
-        _, *found = op(gradient, *given, [False, weight is not None, bias is not None])
-        for leaf, one in zip((weight, bias), found, strict=True):
-            if leaf is not None:
-                _add(leaf, one)
-        return True
+            return None
+
+        def add(gradient: Tensor) -> None:
+            given = (getattr(node, name) for name in names)
+            wanted = [False, weight is not None, bias is not None]
+            for leaf, one in zip((weight, bias), op(gradient, *given, wanted)[1:], strict=True):
+                if leaf is not None:
+                    _add(leaf, one)
+
+        return add
 
     return rule
 

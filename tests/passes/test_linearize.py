@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxpipe.capture import capture
+from fxpipe.interpret import HUNK
 from fxpipe.ir import LossCost, OpCost
 from fxpipe.passes.linearize import linearize
 
@@ -238,6 +239,31 @@ def test_an_op_needs_other_memory_for_inputs_and_for_weights():
     # are 6 x 6 numbers, and so is their gradient. What is passed on waits in between.
     needed = [(b.input_workspace_bytes, b.weight_workspace_bytes) for b in found]
     assert needed == [(0, 200 + size), (300 + size, 0), (999 - 6 * 6 * 4, 999)]
+
+
+def test_what_is_added_to_a_gradient_that_is_there_needs_no_memory():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.shared = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+
+        def forward(self, x):
+            return self.shared(self.shared(self.layer(x)))
+
+    captured = capture(Twice(), (torch.randn(4, 6, requires_grad=True),), {})
+    nodes = {node.name: node for node in captured.graph.nodes}
+    for name in [*captured.ops][1:]:
+        nodes[name].meta[HUNK] = 0  # one block
+    size = 6 * 6 * 4
+    cost = OpCost(1.0, 2.0, backward_bytes=1000, added_bytes=size, arriving_bytes=1)
+    costs = dict.fromkeys(captured.ops, cost)
+    profile = dataclasses.replace(flat_profile(captured, 1), costs=costs)
+    own, both = linearize(captured, profile).blocks
+    returning = 4 * 6 * 4  # the gradient of the op's result
+    assert own.backward_workspace_bytes == 1000 - size + returning
+    assert own.weight_workspace_bytes == 1000 - size
+    # Those of a weight that is read twice are made, and added up.
+    assert both.backward_workspace_bytes == 1000 + returning
 
 
 def test_the_loss_is_part_of_the_last_backward_alone():

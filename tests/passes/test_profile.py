@@ -5,11 +5,13 @@ from math import inf
 import models
 import pytest
 import torch
+from torch.nn import functional as F
 
 from fxpipe.capture import capture
 from fxpipe.errors import InputError
 from fxpipe.ir import OpCost
 from fxpipe.passes.profile import _scaled, profile
+from fxpipe.runtime import whole_backward
 from fxpipe.runtime.stream import parse_devices
 from fxpipe.whole import Whole
 
@@ -98,6 +100,27 @@ def test_what_is_made_of_weights_and_of_a_size_waits_for_the_second_half():
     captured, found = measured(Places(), torch.randn(4, 32, 16))
     (product,) = captured.outputs
     assert found.costs[product].arriving_bytes == 2 * 32 * 8 * 4
+
+
+def test_gradients_of_large_weights_are_added_to_those_that_are_there(monkeypatch):
+    class Casts(torch.nn.Module):
+        """A layer that no input leads to, one whose weight is made of another, and one more."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = (torch.nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x):
+            y = F.linear(self.first(x), self.second.weight * 2)
+            return self.third(y)
+
+    for large, expected in [(16 * 16 * 4, 16 * 16 * 4), (16 * 16 * 4 + 1, 0)]:
+        monkeypatch.setattr(whole_backward, "_LARGE_BYTES", large)
+        captured, found = measured(Casts(), torch.randn(4, 16))
+        (last,) = captured.outputs
+        assert {name: c.added_bytes for name, c in found.costs.items() if c.added_bytes} == (
+            {last: expected} if expected else {}
+        )
 
 
 def test_a_gradient_in_another_layout_waits_beside_its_copy():
