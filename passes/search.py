@@ -15,6 +15,7 @@
    (search_refine.py). Where nothing fits yet, most of the work goes to 2.
 4. Neighbouring stages of one device, and halves of backwards, are put together where nothing is
    lost by it (search_tidy.py, order_whole.py).
+5. Where memory is short, it is weighed against named schedules (search_named.py).
 
 Climbs go side by side in as many threads as there are workers. What a search does hangs on `seed`
 and on the actions that it simulates, for which the time limit and the number of workers stand; the

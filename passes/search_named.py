@@ -1,15 +1,23 @@
-"""The named schedules beside a plan: what each would take on cuts of equal time."""
+"""The named schedules beside a plan: what each would take on cuts of equal time, or on its own."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
-from fxpipe.ir import Chain, CheckpointMode, Estimate, Network
+from fxpipe.errors import PlanError
+from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, Plan
 from fxpipe.passes import checkpoints, order
 from fxpipe.passes.order_whole import whole_where_it_pays
+from fxpipe.passes.partition import partition
 from fxpipe.passes.partition_costs import edges_of, evaluate
 from fxpipe.passes.partition_path import even_path
+from fxpipe.passes.search_judge import SearchProblem
 from fxpipe.runtime.manifest import CandidateSpec
 from fxpipe.schedule import Schedule
+
+# Those are given cuts of their own that on cuts of equal time take so much longer at most, and need
+# more than such a share of some device's memory; of the shortest, tables of so many actions in all.
+_NEAR, _SHORT, _MOST_ACTIONS = 0.1, 0.8, 1500
 
 
 def named_candidates(
@@ -23,6 +31,62 @@ def named_candidates(
     training_factor: float,
 ) -> Iterator[CandidateSpec]:
     """Each with as many stages a device as it usually has; those for which blocks suffice."""
+    for name, table, estimated in _on_equal_cuts(
+        chain, n_devices, n_microbatches, checkpoint, network, training_factor
+    ):
+        own = whole_where_it_pays(table, estimated, capacity_bytes)
+        yield candidate(name, own, estimated(schedule=own), capacity_bytes)
+
+
+def shorter_named(problem: SearchProblem, than_ms: float) -> Plan | None:
+    """The shortest that fits, with cuts by dynamic programming, if it is shorter than that.
+
+    A search may come to none of them where memory is short.
+    """
+    p, m = problem.n_devices, problem.n_microbatches
+    near = []
+    for name, table, estimated in _on_equal_cuts(
+        problem.chain, p, m, CheckpointMode.NEVER, problem.network, problem.training_factor
+    ):
+        found = estimated(schedule=table)
+        peaks = zip(found.peak_bytes, problem.capacity_bytes, strict=True)
+        is_short = any(peak > _SHORT * capacity for peak, capacity in peaks)
+        is_near = found.step_ms < than_ms * (1 + _NEAR)
+        if is_short and is_near and table.n_stages // p in problem.loops:
+            near.append((found.step_ms, name, table.n_stages, sum(map(len, table.rows))))
+    shortest: Plan | None = None
+    left = _MOST_ACTIONS
+    for _, name, n_stages, n_actions in sorted(near):
+        left -= n_actions
+        if left < 0:
+            break
+        with suppress(PlanError):  # it does not fit
+            plan = partition(
+                problem.chain,
+                n_stages=n_stages,
+                n_microbatches=m,
+                schedule=name,
+                checkpoint=CheckpointMode.NEVER,
+                network=problem.network,
+                capacity_bytes=problem.capacity_bytes,
+                solver="dp",
+                loops=n_stages // p,
+                training_factor=problem.training_factor,
+            )
+            if plan.estimate.step_ms < than_ms:
+                shortest, than_ms = plan, plan.estimate.step_ms
+    return shortest
+
+
+def _on_equal_cuts(
+    chain: Chain,
+    n_devices: int,
+    n_microbatches: int,
+    checkpoint: CheckpointMode,
+    network: Network,
+    training_factor: float,
+) -> Iterator[tuple[str, Schedule, Callable[..., Estimate]]]:
+    """Each schedule's name and table, and what estimates a step of its stages."""
     edges = edges_of(chain)
     for name in order.NAMES:
         loops = order.usual_loops(name, n_devices)
@@ -38,9 +102,7 @@ def named_candidates(
             network=network,
             training_factor=training_factor,
         )
-        table = order.build(name, n_devices, n_microbatches, loops)
-        table = whole_where_it_pays(table, estimated, capacity_bytes)
-        yield candidate(name, table, estimated(schedule=table), capacity_bytes)
+        yield name, order.build(name, n_devices, n_microbatches, loops), estimated
 
 
 def candidate(

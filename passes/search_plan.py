@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from math import inf
 
 from fxpipe.errors import PlanError
 from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
@@ -14,6 +15,7 @@ from fxpipe.passes.partition_costs import edges_of, evaluate, segmented_costs, s
 from fxpipe.passes.search import Search, table_of
 from fxpipe.passes.search_judge import Found, Judge, SearchProblem
 from fxpipe.passes.search_lean import lean_search
+from fxpipe.passes.search_named import shorter_named
 from fxpipe.passes.simulate import simulate
 from fxpipe.schedule import Schedule
 
@@ -76,6 +78,10 @@ def search(
         progress=progress,
     )
     plan = _plan(problem, run.judge, found, schedule_name, run.bound_ms)
+    if table is None and not orders:
+        than_ms = plan.estimate.step_ms if lacking(problem, plan) <= 0 else inf
+        if named := shorter_named(problem, than_ms):
+            plan = replace(named, schedule_name=schedule_name, bound_ms=run.bound_ms)
     if lacking(problem, plan) > 0:
         raise PlanError(_does_not_fit(problem, plan))
     if not orders:

@@ -133,7 +133,8 @@ def test_imports_point_one_way(name, file):
 def passes_that_may_be_imported_by(name: str) -> tuple[str, ...]:
     """Passes stand alone; only orders, partitioning and the search are families.
 
-    All have a simulator, and the last two have orders to price.
+    All have a simulator, and the last two have orders to price; the search has plans by
+    partitioning beside its own.
     """
     simulator = tuple(other for other in KNOWN if other.startswith("fxpipe.passes.simulate"))
     orders = tuple(other for other in KNOWN if other.startswith("fxpipe.passes.order"))
@@ -146,7 +147,8 @@ def passes_that_may_be_imported_by(name: str) -> tuple[str, ...]:
         family = (other for other in KNOWN if other.startswith("fxpipe.passes.search"))
         priced = ("costs", "path", "stages", "tidy")
         partition = (f"fxpipe.passes.partition_{part}" for part in priced)
-        return (*family, *orders, *simulator, *partition, "fxpipe.passes.checkpoints")
+        others = ("fxpipe.passes.partition", "fxpipe.passes.checkpoints")
+        return (*family, *orders, *simulator, *partition, *others)
     return simulator if name in simulator else ()
 
 

@@ -1,10 +1,20 @@
-"""Named schedules beside a plan, on cuts of equal time."""
+"""Named schedules beside a plan, on cuts of equal time, and in its place where memory is short."""
 
-from chains import block, plain
+from dataclasses import replace
+from math import inf
+from random import Random
 
-from fxpipe.ir import CheckpointMode, Link, Network
-from fxpipe.passes import order
-from fxpipe.passes.search_named import named_candidates
+import pytest
+from chains import block, plain, random_chain
+from test_search import little_work, problem
+
+from fxpipe.ir import CheckpointMode, Link, Network, Plan
+from fxpipe.passes import order, search_named, search_plan
+from fxpipe.passes.partition import partition
+from fxpipe.passes.search_judge import SearchProblem
+from fxpipe.passes.search_named import named_candidates, shorter_named
+
+__all__ = ["little_work"]  # a fixture that each test here uses
 
 FREE = Network(Link(0.0, float("inf")))
 
@@ -39,3 +49,60 @@ def test_what_does_not_fit_is_told_and_what_needs_more_blocks_left_out() -> None
     assert {"interleaved", "bfs", "zb-v"}.isdisjoint(found)
     assert not found["gpipe"].fits
     assert found["1f1b"].fits
+
+
+def asked(seed: int) -> SearchProblem:
+    """In as much memory as zb-v takes that has all the memory it wants."""
+    roomy = problem(random_chain(Random(seed), 24), 2, 8)
+    return replace(roomy, capacity_bytes=(max(zb_v(roomy).estimate.peak_bytes),) * 2)
+
+
+def zb_v(asked: SearchProblem) -> Plan:
+    return partition(
+        asked.chain,
+        n_stages=4,
+        loops=2,
+        n_microbatches=asked.n_microbatches,
+        schedule="zb-v",
+        checkpoint=CheckpointMode.NEVER,
+        network=asked.network,
+        capacity_bytes=asked.capacity_bytes,
+        solver="dp",
+        training_factor=asked.training_factor,
+    )
+
+
+def hurried_ms(asked: SearchProblem) -> float:
+    """The step of a search that has hardly begun."""
+    found = search_plan.search(
+        asked.chain,
+        n_devices=asked.n_devices,
+        n_microbatches=asked.n_microbatches,
+        network=asked.network,
+        capacity_bytes=asked.capacity_bytes,
+        training_factor=asked.training_factor,
+        loops=asked.loops,
+        time_limit_s=2.0,
+    )
+    return found.estimate.step_ms
+
+
+@pytest.mark.parametrize("seed", [0, 1, 5, 7])
+def test_where_memory_is_short_a_search_takes_a_named_schedule_that_is_shorter(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, step_ms = asked(seed), zb_v(asked(seed)).estimate.step_ms
+    assert hurried_ms(short) <= step_ms
+    monkeypatch.setattr(search_named, "_MOST_ACTIONS", 0)
+    assert hurried_ms(short) > step_ms
+
+
+def test_none_is_given_that_is_longer_or_not_asked_for_or_where_there_is_room() -> None:
+    short = asked(0)
+    found = shorter_named(short, inf)
+    assert found is not None
+    assert shorter_named(short, found.estimate.step_ms) is None
+    one_stage = shorter_named(replace(short, loops=(1,)), inf)
+    assert one_stage is None or len(one_stage.cuts) == 1
+    assert shorter_named(replace(short, capacity_bytes=(2**40,) * 2), inf) is None
+    assert shorter_named(replace(short, capacity_bytes=(1000,) * 2), inf) is None
