@@ -25,6 +25,7 @@ from fxpipe.op_backward import (
     bytes_added_to,
     tensors,
     with_gradient,
+    without_gradient,
 )
 from fxpipe.runtime.split import written_anyway
 from fxpipe.stopwatch import Clock
@@ -64,7 +65,7 @@ class _Measured:
     """Costs of one signature.
 
     `saved` are the storages that backward keeps: an argument's, by its place among the tensors
-    given, the result's own, or, None, one that nothing else has.
+    given, the result's own, or, None, one that nothing else has. `shapes_of` are places too.
     """
 
     forward_ms: float
@@ -75,6 +76,7 @@ class _Measured:
     backward_bytes: int
     added_bytes: int
     arriving_bytes: int
+    shapes_of: tuple[int, ...]
 
 
 class Meter:
@@ -136,10 +138,14 @@ class Meter:
             measured.backward_bytes,
             measured.arriving_bytes,
             added_bytes=measured.added_bytes,
+            shapes_of=tuple(self._first_name(given[place][0]) for place in measured.shapes_of),
         )
 
     def _is_weight(self, node: fx.Node) -> bool:
         return node.op == "get_attr" or node in self._of_weights
+
+    def _first_name(self, node: fx.Node) -> str:
+        return self._capture.aliases.get(str(node.target), str(node.target))
 
     def _storage(self, node: fx.Node) -> str:
         op = self._capture.ops.get(node.name)
@@ -179,6 +185,7 @@ class Meter:
         weights = [tensor for (used, _), tensor in pairs if self._is_weight(used)]
         read = [tensor for (used, _), tensor in pairs if used.op == "get_attr"]
         inputs = [tensor for (used, _), tensor in pairs if not self._is_weight(used)]
+        unreached = without_gradient(result, read)
         whole_ms = self._backward_ms(result, leaves + parameters)
         in_part = _wants(weights + parameters) and _wants(inputs)
         return _Measured(
@@ -190,6 +197,11 @@ class Meter:
             backward_bytes=backward_bytes(result, leaves + parameters, self._device),
             added_bytes=bytes_added_to(result, read + parameters),
             arriving_bytes=arriving_bytes(result, inputs) if in_part else 0,
+            shapes_of=tuple(
+                place
+                for place, (_, tensor) in enumerate(pairs)
+                if any(tensor is one for one in unreached)
+            ),
         )
 
     def _backward_ms(self, result: Any, leaves: Sequence[Tensor]) -> float:

@@ -33,6 +33,15 @@ def backward_bytes(result: Any, leaves: Sequence[Tensor], device: torch.device) 
     return most_bytes(lambda: _backward(made, wanted, gradients), device)[1]
 
 
+def without_gradient(result: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Those of `leaves` that want a gradient and get none."""
+    made, wanted = with_gradient(result), _trained(leaves)
+    if not made or not wanted:
+        return wanted
+    found = _backward(made, wanted, [torch.ones_like(tensor) for tensor in made])
+    return [leaf for leaf, gradient in zip(wanted, found, strict=True) if gradient is None]
+
+
 def bytes_added_to(result: Any, weights: Sequence[Tensor]) -> int:
     """Bytes among these of gradients that a step adds straight to those of `weights`."""
     return added_bytes([get_gradient_edge(tensor) for tensor in with_gradient(result)], weights)

@@ -67,7 +67,8 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def _cost(op: str, data: dict[str, Any]) -> OpCost:
-    cost = OpCost(**{**data, "saved": tuple((name, size) for name, size in data["saved"])})
+    saved = tuple((name, size) for name, size in data["saved"])
+    cost = OpCost(**{**data, "saved": saved, "shapes_of": tuple(data.get("shapes_of", ()))})
     for what in (
         "forward_ms",
         "backward_ms",

@@ -227,6 +227,7 @@ def _block(
     costs = [profile.costs.get(node.name, free) for node in nodes]
     parameters: dict[str, int] = {}
     buffers: dict[str, int] = {}
+    trained: dict[str, int] = {}
     halves = []
     backward_bytes = 0
     states = [_state(capture, node) for node in nodes]
@@ -237,6 +238,7 @@ def _block(
         backward_bytes = max(backward_bytes, needed[node.name].backward_bytes - added)
         halves.append(_halves(cost, needed[node.name], sum(weights.values()), added))
         parameters |= weights
+        trained |= {name: n for name, n in weights.items() if name not in cost.shapes_of}
         buffers |= others
     written = {storage for node in nodes for storage in capture.ops[node.name].mutates}
     own = [needed[node.name] for node in nodes]
@@ -261,6 +263,7 @@ def _block(
         # What only some of the ops find there may not be what is there at the fullest.
         waiting=frozenset.intersection(*(op.waiting for op in own)),
         returning=frozenset.intersection(*(op.returning for op in own)),
+        trained=tuple(trained.items()),
     )
 
 

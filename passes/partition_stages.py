@@ -133,8 +133,8 @@ def _stage_cost(
     share = ceil(FRAGMENTATION * (static_bytes + saved_bytes))
     # The gradient of a weight that several blocks read adds up until it has come to the first:
     # autograd makes each sum beside what it is of.
-    read = Counter(name for block in blocks for name, _ in block.parameters)
-    sizes = dict(one for block in blocks for one in block.parameters)
+    read = Counter(name for block in blocks for name, _ in block.trained)
+    sizes = dict(one for block in blocks for one in block.trained)
     adding = [sizes[name] for name, readers in read.items() if readers > 1]
     backward += sum(adding) + max(adding, default=0)
     of_inputs = of_weights = backward

@@ -21,8 +21,7 @@ class ChainArrays:
     `..._before[k]` is the sum over the blocks before k, `crossing[k]` the bytes that cross the
     place before block k. Of the storages that blocks name, those of block k end at `..._ends[k]`;
     `..._befores` is the block that named the same one last, -1 for none, and `..._afters` the one
-    that does next, past the chain's end for none. `gradient_sizes` are what its weights' gradients
-    take.
+    that does next, past the chain's end for none.
     """
 
     action_ms: float
@@ -45,8 +44,10 @@ class ChainArrays:
     static_ends: _Ints
     static_befores: _Ints
     static_sizes: _Ints
-    static_afters: _Ints
-    gradient_sizes: _Ints
+    trained_ends: _Ints
+    trained_befores: _Ints
+    trained_sizes: _Ints
+    trained_afters: _Ints
     producers: _Ints
     value_sizes: _Ints
     gradients: NDArray[np.bool_]
@@ -62,6 +63,7 @@ def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
     blocks, values = chain.blocks, chain.values
     number = {value.name: k for k, value in enumerate(values)}
     saved = [block.saved for block in blocks]
+    trained = [block.trained for block in blocks]
     factor = 1 + training_factor
     static = [
         (*((name, int(np.ceil(size * factor))) for name, size in block.parameters), *block.buffers)
@@ -90,15 +92,10 @@ def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
         static_ends=_ends(static),
         static_befores=_befores(static),
         static_sizes=_sizes(static),
-        static_afters=_afters(static),
-        gradient_sizes=np.array(
-            [
-                size
-                for block in blocks
-                for size in (*(n for _, n in block.parameters), *(0 for _ in block.buffers))
-            ],
-            np.int64,
-        ),
+        trained_ends=_ends(trained),
+        trained_befores=_befores(trained),
+        trained_sizes=_sizes(trained),
+        trained_afters=_afters(trained),
         producers=np.array([value.producer for value in values], np.int64),
         value_sizes=np.array([value.bytes for value in values], np.int64),
         gradients=np.array([value.gradient for value in values], np.bool_),

@@ -114,7 +114,8 @@ def cut(  # type: ignore[no-untyped-def]
     loss_bytes, forward_workspaces, backward_workspaces, input_workspaces, weight_workspaces,
     arriving_before, written_before, crossing,
     saved_ends, saved_befores, saved_sizes, saved_values,
-    static_ends, static_befores, static_sizes, static_afters, gradient_sizes,
+    static_ends, static_befores, static_sizes,
+    trained_ends, trained_befores, trained_sizes, trained_afters,
     producers, value_sizes, gradients, read_ends, readers,
     latency, per_ms, value_ms, byte_ms,
 ):  # fmt: skip
@@ -194,7 +195,7 @@ def cut(  # type: ignore[no-untyped-def]
             of_weights = max(of_weights, weight_workspaces[k])
         if max(needed, of_both) > 0:
             of_both += adding_bytes(
-                begin, end, static_ends, static_befores, static_afters, gradient_sizes
+                begin, end, trained_ends, trained_befores, trained_afters, trained_sizes
             )
             if not sends_back[j]:
                 of_inputs, of_weights = of_both, of_both

@@ -11,7 +11,7 @@ from fxpipe.ir import Link, LossCost, Network, OpCost, Profile
 from fxpipe.profile_file import load_profile, save_profile
 
 PROFILE = Profile(
-    costs={"a": OpCost(1.5, 2.5, (("b", 8),), 16)},
+    costs={"a": OpCost(1.5, 2.5, (("b", 8),), 16, shapes_of=("weight",))},
     network=Network(Link(0.01, math.inf), {(0, 1): Link(0.02, 5e6), (1, 0): Link(0.03, 6e6)}),
     device="cpu",
     capacity_bytes=2**30,
@@ -30,6 +30,16 @@ def test_a_profile_may_know_of_no_loss(tmp_path):
     without = replace(PROFILE, loss=None)
     save_profile(without, tmp_path / "costs.json")
     assert load_profile(tmp_path / "costs.json") == without
+
+
+def test_what_an_earlier_version_did_not_know_may_be_lacking(tmp_path):
+    save_profile(PROFILE, tmp_path / "costs.json")
+    data = json.loads((tmp_path / "costs.json").read_text())
+    for name in ("added_bytes", "shapes_of"):
+        del data["costs"]["a"][name]
+    (tmp_path / "costs.json").write_text(json.dumps(data))
+    cost = replace(PROFILE.costs["a"], shapes_of=())
+    assert load_profile(tmp_path / "costs.json") == replace(PROFILE, costs={"a": cost})
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[]", '{"costs": {"a": 1}}'])

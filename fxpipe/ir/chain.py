@@ -18,7 +18,8 @@ class Value:
 class Block:
     """Ops that must stay on one device, in order, with their cost.
 
-    `saved` and `parameters` name storages, so that what two blocks share is counted once a stage.
+    `saved` and `parameters` name storages, so that what two blocks share is counted once a stage;
+    the backward makes gradients of the parameters `trained`.
     `weight_gradient_ms` is what of `backward_ms` is for weights alone. While the block runs,
     `forward_workspace_bytes`, then `backward_workspace_bytes`, are there on top of what blocks up
     to it save. A backward in two halves takes `halving_ms` longer, `arriving_bytes` of gradients
@@ -47,6 +48,7 @@ class Block:
     waiting: frozenset[str] = frozenset()
     returning: frozenset[str] = frozenset()
     loss_bytes: int = 0
+    trained: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

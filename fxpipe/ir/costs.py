@@ -12,7 +12,8 @@ class OpCost:
     left out. `weight_gradient_ms` is what of `backward_ms` is for weights alone. `workspace_bytes`
     and `backward_bytes` are what forward and backward make, at their fullest; a step does not make
     `added_bytes` of the latter, which it adds to gradients that are there. A backward in two halves
-    takes `halving_ms` longer, and `arriving_bytes` of gradients wait for the second half.
+    takes `halving_ms` longer, and `arriving_bytes` of gradients wait for the second half. Of the
+    parameters `shapes_of` no more than the shape is read: no gradient comes to them.
     """
 
     forward_ms: float
@@ -24,6 +25,7 @@ class OpCost:
     arriving_bytes: int = 0
     halving_ms: float = 0.0
     added_bytes: int = 0
+    shapes_of: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,14 @@ def test_what_is_saved_behind_the_last_weights_is_gone_before_the_second_half() 
 
 def test_the_gradient_of_a_weight_that_several_blocks_read_adds_up() -> None:
     first, second, third = (
-        Block((name,), 1.0, 2.0, parameters=(("tied", 64), (name, 8)), backward_workspace_bytes=10)
+        Block(
+            (name,),
+            1.0,
+            2.0,
+            parameters=(("tied", 64), ("read", 32), (name, 8)),
+            backward_workspace_bytes=10,
+            trained=(("tied", 64), (name, 8)),
+        )
         for name in "abc"
     )
     stages, _ = stage_costs(plain([first, second, third], n_bytes=0), (1,), training_factor=0.0)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from fxpipe.capture import capture
 from fxpipe.errors import InputError
 from fxpipe.ir import OpCost
+from fxpipe.passes.linearize import linearize
 from fxpipe.passes.profile import _scaled, profile
 from fxpipe.runtime import whole_backward
 from fxpipe.runtime.stream import parse_devices
@@ -121,6 +122,25 @@ def test_gradients_of_large_weights_are_added_to_those_that_are_there(monkeypatc
         assert {name: c.added_bytes for name, c in found.costs.items() if c.added_bytes} == (
             {last: expected} if expected else {}
         )
+
+
+def test_a_weight_whose_shape_alone_is_read_gets_no_gradient():
+    class Standardized(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.weight = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.rand(4, 4))
+
+        def forward(self, x):
+            normed = F.layer_norm(self.weight.reshape(1, 16), (16,))
+            return F.linear(self.layer(x), normed.reshape_as(self.weight))
+
+    captured, found = measured(Standardized(), torch.randn(4, 4))
+    assert [cost.shapes_of for cost in found.costs.values() if cost.shapes_of] == [("weight",)]
+    chain = linearize(captured, found)
+    reads = [dict(block.parameters).get("weight") for block in chain.blocks]
+    trained = [dict(block.trained).get("weight") for block in chain.blocks]
+    assert sorted(map(str, reads)) == ["64", "64", "None", "None", "None"]
+    assert sorted(map(str, trained)) == ["64", "None", "None", "None", "None"]
 
 
 def test_a_gradient_in_another_layout_waits_beside_its_copy():

@@ -133,7 +133,8 @@ def test_the_judge_counts(seed: int, tied: tuple[tuple[str, int], ...], halved: 
     needing = replace(
         chain,
         blocks=tuple(
-            replace(one, parameters=(*one.parameters, *tied), **needs) for one in chain.blocks
+            replace(one, parameters=(*one.parameters, *tied), trained=tied, **needs)
+            for one in chain.blocks
         ),
     )
     asked = problem(needing, 2, 4)
