@@ -55,7 +55,7 @@ def problem(
     )
 
 
-def searched(asked: SearchProblem, seed: int = 0) -> search_plan.Plan:
+def searched(asked: SearchProblem, seed: int = 0, time_limit_s: float = 20.0) -> search_plan.Plan:
     return search_plan.search(
         asked.chain,
         n_devices=asked.n_devices,
@@ -67,7 +67,7 @@ def searched(asked: SearchProblem, seed: int = 0) -> search_plan.Plan:
         loops=asked.loops,
         table=asked.table,
         seed=seed,
-        time_limit_s=20.0,
+        time_limit_s=time_limit_s,
     )
 
 

@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 from chains import block, plain, random_chain
-from test_search import little_work, problem
+from test_search import little_work, problem, searched
 
 from fxpipe.ir import CheckpointMode, Link, Network, Plan
-from fxpipe.passes import order, search_named, search_plan
+from fxpipe.passes import order, search_named
 from fxpipe.passes.partition import partition
 from fxpipe.passes.search_judge import SearchProblem
 from fxpipe.passes.search_named import named_candidates, shorter_named
@@ -74,17 +74,7 @@ def zb_v(asked: SearchProblem) -> Plan:
 
 def hurried_ms(asked: SearchProblem) -> float:
     """The step of a search that has hardly begun."""
-    found = search_plan.search(
-        asked.chain,
-        n_devices=asked.n_devices,
-        n_microbatches=asked.n_microbatches,
-        network=asked.network,
-        capacity_bytes=asked.capacity_bytes,
-        training_factor=asked.training_factor,
-        loops=asked.loops,
-        time_limit_s=2.0,
-    )
-    return found.estimate.step_ms
+    return searched(asked, time_limit_s=2.0).estimate.step_ms
 
 
 @pytest.mark.parametrize("seed", [0, 1, 5, 7])
