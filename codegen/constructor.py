@@ -84,7 +84,7 @@ def tie_lines(capture: Capture, held: Iterable[str], containers: Containers) -> 
     """Parameters that the model ties, tied where one stage holds both names."""
     first: dict[str, str] = {}
     for name in held:
-        owner = first.setdefault(capture.aliases.get(name, name), name)
+        owner = first.setdefault(capture.first_name(name), name)
         if owner != name:
             yield f"{path(name, containers)} = {path(owner, containers)}  # tied"
 

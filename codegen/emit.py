@@ -203,7 +203,7 @@ def _stage(capture: Capture, plan: Plan, j: int, wiring: StageWiring, made: Stag
         parameters=trained,
         buffers=buffers,
         mutated_buffers=tuple(
-            name for name in buffers if own_storage(capture.aliases.get(name, name)) in written
+            name for name in buffers if own_storage(capture.first_name(name)) in written
         ),
         forward_ms=estimate.forward_ms,
         backward_ms=estimate.backward_ms,

@@ -138,14 +138,14 @@ class Meter:
             measured.backward_bytes,
             measured.arriving_bytes,
             added_bytes=measured.added_bytes,
-            shapes_of=tuple(self._first_name(given[place][0]) for place in measured.shapes_of),
+            shapes_of=tuple(
+                self._capture.first_name(str(given[place][0].target))
+                for place in measured.shapes_of
+            ),
         )
 
     def _is_weight(self, node: fx.Node) -> bool:
         return node.op == "get_attr" or node in self._of_weights
-
-    def _first_name(self, node: fx.Node) -> str:
-        return self._capture.aliases.get(str(node.target), str(node.target))
 
     def _storage(self, node: fx.Node) -> str:
         op = self._capture.ops.get(node.name)

@@ -69,19 +69,15 @@ def _touching(capture: Capture) -> dict[str, list[str]]:
 
 def _storage(capture: Capture, node: fx.Node) -> str:
     if node.op == "get_attr":
-        return own_storage(_first_name(capture, str(node.target)))
+        return own_storage(capture.first_name(str(node.target)))
     return capture.ops[node.name].storage if node.name in capture.ops else node.name
-
-
-def _first_name(capture: Capture, name: str) -> str:
-    return capture.aliases.get(name, name)
 
 
 def _state_of_call(capture: Capture, node: fx.Node) -> Iterable[str]:
     """First names of the parameters and buffers of the module that `node` calls."""
     module = capture.modules[str(node.target)]
     for name in [*dict(module.named_parameters()), *dict(module.named_buffers())]:
-        yield _first_name(capture, f"{node.target}.{name}")
+        yield capture.first_name(f"{node.target}.{name}")
 
 
 def _inseparable(capture: Capture) -> "nx.utils.UnionFind[str]":
@@ -273,7 +269,7 @@ def _state(capture: Capture, node: fx.Node) -> tuple[dict[str, int], dict[str, i
     A frozen parameter has no gradient and no optimizer's state: it is held as a buffer is.
     """
     read = [used for used in node.all_input_nodes if used.op == "get_attr"]
-    names = [_first_name(capture, str(used.target)) for used in read]
+    names = [capture.first_name(str(used.target)) for used in read]
     if node.op == "call_module":
         names += _state_of_call(capture, node)
     state = {name: capture.state[name] for name in names if name in capture.state}

@@ -93,6 +93,10 @@ class Capture:
         """The modes in which `value` is computed."""
         return self.ops[value].mode if value in self.ops else "both"
 
+    def first_name(self, name: str) -> str:
+        """The first name of a parameter or buffer, which may be tied to others."""
+        return self.aliases.get(name, name)
+
     @property
     def fixed(self) -> frozenset[str]:
         """Values that are of one dtype whatever the model's own is."""
