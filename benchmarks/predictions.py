@@ -1,31 +1,35 @@
-"""Predicted steps and peaks against measured ones, on CPU lanes.
+"""Predicted steps and peaks against measured ones, on CPU lanes or on one GPU cut into four.
 
     python benchmarks/predictions.py             print the table
     python benchmarks/predictions.py --write     and keep it in benchmarks/PREDICTIONS.md
+    python benchmarks/predictions.py --gpu       larger models, on cuda:0/1 and cuda:0/4
 
 Each example is profiled for a number of lanes; all schedules and checkpoint modes are compiled from
 that profile, loaded, and run in turns, a step each, so that what else the machine does falls on all
-alike. Times are medians; a peak is the fullest device's over a step with gradients there. All of it
-is done in three rounds, so that the minute of a profile is not the word on one of steps: of each
-case, the round counts whose predicted step is in the middle of the three by its measured one.
+alike; on a GPU, whose memory they would share, one after the other. Times are medians; a peak is
+the fullest device's over a step with gradients there. All of it is done in three rounds, so that
+the minute of a profile is not the word on one of steps: of each case, the round counts whose
+predicted step is in the middle of the three by its measured one.
 """
 
 import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import example, machine, size
+from common import example, machine, size, synchronize
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import fxpipe
 
 HERE = Path(__file__).parent
-BATCH, MICROBATCHES = 16, 8
+MICROBATCHES = 8
+LANES, GPU = "cpu*", "cuda:0/"
 
 
 class Example(NamedTuple):
@@ -45,17 +49,21 @@ class Case(NamedTuple):
     checkpoint: str
 
 
-CASES = [
-    Case(1, "gpipe", "never"),
-    Case(1, "gpipe", "except_last"),
-    Case(2, "gpipe", "never"),
-    Case(2, "1f1b", "never"),
-    Case(2, "1f1b", "except_last"),
-    Case(2, "1f1b", "always"),
-    Case(2, "zb-h1", "never"),
-    Case(2, "interleaved", "never"),
-    Case(2, "bfs", "always"),
+ALONE = [("gpipe", "never"), ("gpipe", "except_last")]
+TOGETHER = [
+    ("gpipe", "never"),
+    ("1f1b", "never"),
+    ("1f1b", "except_last"),
+    ("1f1b", "always"),
+    ("zb-h1", "never"),
+    ("interleaved", "never"),
+    ("bfs", "always"),
 ]
+
+
+def cases(lanes: int) -> list[Case]:
+    """What is compiled for so many lanes."""
+    return [Case(lanes, *how) for how in (ALONE if lanes == 1 else TOGETHER)]
 
 
 class Row(NamedTuple):
@@ -75,39 +83,58 @@ class Row(NamedTuple):
         return self.predicted_ms / self.measured_ms
 
 
-def from_file(name: str) -> Example:
+def from_file(
+    name: str, batch: int, build: Callable[[Any], nn.Module] | None = None, **sizes: int
+) -> Example:
+    """An example, with other sizes than its file says; `build` makes the model of the file."""
     module = example(name)
+    for constant, number in sizes.items():
+        setattr(module, constant, number)
     torch.manual_seed(0)
-    given = module.inputs(BATCH)
+    given = module.inputs(batch)
     if isinstance(given, tuple):
         given = {"x": given[0]}
-    return Example(module.build(), given, module.targets(BATCH), module.loss)
+    model = build(module) if build else module.build()
+    return Example(model, given, module.targets(batch), module.loss)
 
 
-def transformer() -> Example:
+def transformer(hidden: int, layers: int, rows: int, sequence: int) -> Example:
     from transformer import batch, blocks, loss_fn
 
-    x, target = batch(128, BATCH, 64)
-    return Example(blocks(128, 8), {"input": x}, target, loss_fn)
+    x, target = batch(hidden, rows, sequence)
+    return Example(blocks(hidden, layers), {"input": x}, target, loss_fn)
 
 
-EXAMPLES: dict[str, Callable[[], Example]] = {
-    "gpt2": lambda: from_file("gpt2"),
-    "resnet": lambda: from_file("resnet"),
-    "unet": lambda: from_file("unet"),
-    "transformer": transformer,
+ON_LANES: dict[str, Callable[[], Example]] = {
+    "gpt2": lambda: from_file("gpt2", 16),
+    "resnet": lambda: from_file("resnet", 16),
+    "unet": lambda: from_file("unet", 16),
+    "transformer": lambda: transformer(128, 8, 16, 64),
+}
+ON_GPU: dict[str, Callable[[], Example]] = {
+    "gpt2": lambda: from_file("gpt2", 32, HIDDEN=1024, HEADS=16, SEQUENCE=512, VOCABULARY=8000),
+    "resnet": lambda: from_file("resnet", 256, lambda file: file.ResNet(width=64), IMAGE=224),
+    "unet": lambda: from_file("unet", 64, lambda file: file.UNet(channels=64), IMAGE=192),
+    "transformer": lambda: transformer(2048, 16, 32, 512),
 }
 
 
-def measure(name: str, cases: list[Case], steps: int) -> list[Row]:
-    """All cases of one example that have the same number of lanes, from a profile of now."""
-    made = EXAMPLES[name]()
-    profile, packages, pipes = None, {}, {}
+def measure(name: str, cases: list[Case], on: str, steps: int) -> list[Row]:
+    """All cases of one example that have the same number of lanes, from a profile of now.
+
+    `on` is "cpu*" or "cuda:0/", to which the number of lanes is added.
+    """
+    made = (ON_LANES if on == LANES else ON_GPU)[name]()
+    if on != LANES:  # compared there with the graph, which would take long on the CPU
+        made = made._replace(
+            model=made.model.cuda(), given=moved(made.given), target=moved(made.target)
+        )
+    profile, packages = None, {}
     for case in cases:
-        package = fxpipe.compile(
+        package = packages[case] = fxpipe.compile(
             made.model,
             kwargs=made.given,
-            devices=["cpu"] * case.lanes,
+            devices=f"{on}{case.lanes}",
             microbatches=MICROBATCHES,
             loss_fn=made.loss,
             target=made.target,
@@ -116,28 +143,51 @@ def measure(name: str, cases: list[Case], steps: int) -> list[Row]:
             profile=profile,
         )
         profile = package.profile
-        packages[case] = package
+    made.model.cpu()
+    if on == LANES:
+        return in_turns(name, packages, made, steps)
+    # One after the other: they would share the memory that is measured.
+    return [
+        row
+        for case, package in packages.items()
+        for row in in_turns(name, {case: package}, made, steps)
+    ]
+
+
+def moved(given: Any) -> Any:
+    """Arguments, with their tensors on the GPU."""
+    return tree_map(lambda one: one.cuda() if isinstance(one, torch.Tensor) else one, given)
+
+
+def in_turns(
+    name: str,
+    packages: Mapping[Case, fxpipe.Package],
+    made: Example,
+    steps: int,
+) -> list[Row]:
+    """What is measured of these packages, which are loaded at once and take turns."""
+    pipes = {}
+    for case, package in packages.items():
         with tempfile.TemporaryDirectory() as folder:
             pipes[case] = fxpipe.load(package.write(f"{folder}/out", weights=True))
-    times: dict[Case, list[float]] = {case: [] for case in cases}
+    times: dict[Case, list[float]] = {case: [] for case in packages}
     for _ in range(steps + 1):
         for case, pipe in pipes.items():
+            synchronize()
             started = time.perf_counter()
             pipe.step(**made.given, target=made.target, loss_fn=made.loss)
+            synchronize()
             times[case].append(1e3 * (time.perf_counter() - started))
-    return [row(name, case, packages[case], pipes[case], times[case], made) for case in cases]
+    rows = []
+    for case, pipe in pipes.items():
+        with pipe.memory() as memory:
+            pipe.step(**made.given, target=made.target, loss_fn=made.loss)
+            synchronize()
+        rows.append(row(name, case, packages[case], memory, times[case]))
+    return rows
 
 
-def row(
-    name: str,
-    case: Case,
-    package: Any,
-    pipe: fxpipe.Pipeline,
-    times: list[float],
-    made: Example,
-) -> Row:
-    with pipe.memory() as memory:
-        pipe.step(**made.given, target=made.target, loss_fn=made.loss)
+def row(name: str, case: Case, package: fxpipe.Package, memory: Any, times: Sequence[float]) -> Row:
     pairs = [(peak.predicted_bytes, peak.measured_bytes or 0) for peak in memory.peaks]
     predicted, measured = max(pairs, key=lambda pair: pair[1])
     return Row(
@@ -190,31 +240,35 @@ def summary(cases: list[tuple[Row, ...]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gpu", action="store_true", help="on one GPU, cut into lanes")
+    parser.add_argument("--rounds", type=int, help="three, or on a GPU, which is ours alone, one")
     parser.add_argument("--steps", type=int, default=4, help="of each case in a round")
-    parser.add_argument("--examples", nargs="*", default=list(EXAMPLES))
-    parser.add_argument("--lanes", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--examples", nargs="*", default=list(ON_LANES))
+    parser.add_argument("--lanes", type=int, nargs="*", help="1 and 2, or 1 and 4 on a GPU")
     parser.add_argument("--write", action="store_true", help="keep it in PREDICTIONS.md")
     options = parser.parse_args()
+    on, kept = (GPU, "PREDICTIONS_GPU.md") if options.gpu else (LANES, "PREDICTIONS.md")
+    n_rounds = options.rounds or (1 if options.gpu else 3)
     measured: list[tuple[Row, ...]] = []
     for name in options.examples:
-        for lanes in options.lanes:
-            cases = [case for case in CASES if case.lanes == lanes]
-            rounds = [measure(name, cases, options.steps) for _ in range(options.rounds)]
+        for lanes in options.lanes or ((1, 4) if options.gpu else (1, 2)):
+            rounds = [measure(name, cases(lanes), on, options.steps) for _ in range(n_rounds)]
             found = list(zip(*rounds, strict=True))
             print(table([*map(middle, found)]), flush=True)
             measured += found
+    where = "virtual devices of one GPU" if options.gpu else "CPU lanes"
     text = (
-        f"# Predicted and measured on CPU lanes\n\n{machine()}.\n"
-        f"Batch {BATCH} in {MICROBATCHES} micro-batches. Milliseconds of a training step, medians "
+        f"# Predicted and measured on {where}\n\n{machine()}.\n"
+        f"A batch in {MICROBATCHES} micro-batches. Milliseconds of a training step, medians "
         "of turns taken one after the other; peaks of\nthe fullest lane, and the ratio of each. Of "
-        f"{options.rounds} rounds, each with a profile of its own, the row shows the one in the "
-        "middle by\nthe ratio of steps. Made by `python benchmarks/predictions.py --write`.\n\n"
+        f"{n_rounds} round{'s' * (n_rounds > 1)}, each with a profile of its own, the row shows "
+        "the one in the middle by\nthe ratio of steps. Made by `python benchmarks/predictions.py "
+        f"{'--gpu ' if options.gpu else ''}--write`.\n\n"
         f"{summary(measured)}\n\n{table([*map(middle, measured)])}\n"
     )
     print(text)
     if options.write:
-        (HERE / "PREDICTIONS.md").write_text(text)
+        (HERE / kept).write_text(text)
 
 
 if __name__ == "__main__":

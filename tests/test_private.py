@@ -1,19 +1,30 @@
 """What fxpipe uses of torch that is private or half so, by the one place that uses it.
 
-Tried with torch 2.13. If a name is gone in another version, its place is all there is to mend.
+Tried with torch 2.11 and 2.13. If a name is gone in another version, its place is all there is to
+mend.
 """
 
 import importlib
 import inspect
 
 import pytest
+import torch
 
+SETATTR = (
+    "SetAttrBuiltinVariable._call_setattr"
+    if torch.__version__ >= (2, 13)
+    else "BuiltinVariable.call_setattr"
+)
 PRIVATE = {
     "torch._dynamo.functional_export._dynamo_graph_capture_for_export": "capture/dynamo.py",
     "torch._dynamo.guards.build_guard_function": "capture/dynamo.py",
     "torch._dynamo.trace_rules.is_callable_allowed": "capture/rules.py",
     "torch._dynamo.variables.misc.produce_trampoline_autograd_apply": "capture/dynamo.py",
-    "torch._dynamo.variables.builtin.SetAttrBuiltinVariable._call_setattr": "capture/rules.py",
+    f"torch._dynamo.variables.builtin.{SETATTR}": "capture/rules.py",
+    "torch._dynamo.variables.builtin.BuiltinVariable.call_function_handler_cache": (
+        "capture/rules.py"
+    ),
+    "torch._dynamo.metrics_context": "capture/dynamo.py",
     "torch._dynamo.variables.constant.ConstantVariable.create": "capture/rules.py",
     "torch._dynamo.variables.tensor.TensorVariable.unpack_var_sequence": "capture/rules.py",
     "torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function": "capture/rules.py",

@@ -31,7 +31,8 @@ from fxpipe.runtime.leaves import in_mode
 from fxpipe.runtime.structure import Structure, assemble, imported, tensors_at
 
 _EFFORT, _LONGEST, _DEEPEST = 100_000, 1000, 3
-_TALKATIVE = (  # print their own account of what we raise
+_TALKATIVE = (  # print their own account of what we raise, or, before torch 2.13, of _SETTINGS
+    "torch._dynamo.metrics_context",
     "torch._guards",
     "torch._subclasses.fake_tensor",
     "torch.fx.experimental.symbolic_shapes",

@@ -17,12 +17,12 @@ def more_rules() -> Iterator[None]:
     take more ops in backward, each of which makes a whole gradient. Whether a mask is causal is not
     read from its values, as `nn.Transformer` does to choose a faster kernel: the mask says enough.
     """
-    from torch._dynamo.variables.builtin import SetAttrBuiltinVariable
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-    set_attribute = SetAttrBuiltinVariable._call_setattr
+    setter, name_of_rule = _setattr_rule()
+    set_attribute = getattr(setter, name_of_rule)
     call = TorchInGraphFunctionVariable.call_function
     unpack = TensorVariable.unpack_var_sequence
 
@@ -54,11 +54,30 @@ def more_rules() -> Iterator[None]:
         return is_causal is True
 
     with (
+        _handlers_apart(),
         patch("torch.nn.modules.transformer._detect_is_causal_mask", told_causal),
         patch.object(TensorVariable, "unpack_var_sequence", unpacking),
-        patch.object(SetAttrBuiltinVariable, "_call_setattr", setting),
+        patch.object(setter, name_of_rule, setting),
         patch.object(TorchInGraphFunctionVariable, "call_function", calling),
     ):
+        yield
+
+
+def _setattr_rule() -> tuple[Any, str]:
+    """The class, and the method, that `setattr` is traced by: before torch 2.13 one for all."""
+    from torch._dynamo.variables import builtin
+
+    if hasattr(builtin, "SetAttrBuiltinVariable"):
+        return builtin.SetAttrBuiltinVariable, "_call_setattr"
+    return builtin.BuiltinVariable, "call_setattr"
+
+
+@contextmanager
+def _handlers_apart() -> Iterator[None]:
+    """Dynamo keeps the methods that built-ins are traced by: not ours, and not for us."""
+    from torch._dynamo.variables.builtin import BuiltinVariable
+
+    with patch.dict(BuiltinVariable.call_function_handler_cache, clear=True):
         yield
 
 

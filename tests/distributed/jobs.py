@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from fxpipe import checkpoint
 from fxpipe.errors import InputError, WeightsError
-from fxpipe.runtime import dtensors, load, ranks, replicas, saving
+from fxpipe.runtime import dtensors, load, ranks, replicas, saving, stream
 from fxpipe.runtime.distributed import DistributedPipeline
 from fxpipe.runtime.random import microbatch_seeds
 
@@ -581,14 +581,20 @@ def threads_left(folder: Path) -> int:
 
 
 def on_gpus(folder: Path, name: str, m: int, dp: int, fully_shard: bool = False) -> str:
-    """Two steps on a GPU each, of which the second knows what the ranks send each other."""
+    """Two steps on GPUs, of which the second knows what the ranks send each other."""
     toy = toys.TOYS[name]
-    device = f"cuda:{torch.distributed.get_rank()}"
-    model, pipe = pair(folder, toy, devices=device, dp=dp, fully_shard=fully_shard)
+    rank, n_gpus = torch.distributed.get_rank(), torch.cuda.device_count()
+    if n_gpus < torch.distributed.get_world_size():
+        # NCCL lets ranks share a GPU that are on different hosts, as far as it knows.
+        os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo")
+    with mock.patch.object(stream, "hardware", lambda device: f"{device} of rank {rank}"):
+        model, pipe = pair(
+            folder, toy, devices=f"cuda:{rank % n_gpus}", dp=dp, fully_shard=fully_shard
+        )
     for _ in range(2):
         torch.manual_seed(3)
-        expected = toys.plain_step(toy, model, toy.inputs(), m, name == "noisy")
         inputs = toy.inputs()
+        expected = toys.plain_step(toy, model, inputs, m, name == "noisy")
         if dp > 1:
             inputs = tuple(x.chunk(dp)[pipe._ranks.replica] for x in inputs)
         torch.manual_seed(3)

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from fxpipe.runtime.rendezvous import backend
+
 PATIENCE_S = 300  # a first job imports what it needs, on a machine that may be busy
 
 
 class Pool:
-    """`size` ranks under gloo; `run` calls a function of a module on each, as torchrun would."""
+    """`size` ranks, with NCCL for what is on GPUs; `run` calls a function of a module on each."""
 
     def __init__(self, size: int, folder: Path) -> None:
         context = mp.get_context("spawn")
@@ -53,7 +55,7 @@ def _work(rank: int, size: int, folder: str, orders: Any, results: Any) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(size)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
+        backend(), init_method=f"file://{folder}/store", rank=rank, world_size=size
     )
     while (order := orders.get()) is not None:
         function, args = order

@@ -1,4 +1,4 @@
-"""The same numbers where each rank has a GPU of its own."""
+"""The same numbers where ranks are on GPUs, each on one of its own if there are as many."""
 
 import jobs
 import pytest
@@ -8,7 +8,7 @@ import toys
 N_CUDA = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(N_CUDA < 2, reason="this machine has no two CUDA devices"),
+    pytest.mark.skipif(N_CUDA == 0, reason="this machine has no CUDA device"),
 ]
 
 
