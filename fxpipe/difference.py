@@ -1,6 +1,6 @@
 """How far two groups of named tensors are apart."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from fxpipe.runtime.backward import as_reals, differentiable
+
+_PIECE = 2**20  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +61,29 @@ def compare(
     return Difference(group, len(both), absolute, relative, worst, missing)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """In float64; complex numbers as pairs."""
-    return as_reals(tensor.detach().to_dense()).to("cpu", torch.float64)
-
-
 def distance(found: Tensor, expected: Tensor) -> float:
     """The largest of their elements' absolute differences; infinite where one alone is finite."""
     if found.shape != expected.shape:
         return inf
-    f, e = _wide(found), _wide(expected)
-    same = (f == e) | (f.isnan() & e.isnan())
-    apart = torch.where(same, 0.0, (f - e).abs()).nan_to_num(nan=inf, posinf=inf)
-    return float(apart.max()) if apart.numel() else 0.0
+    away = 0.0
+    for f, e in zip(_pieces(found), _pieces(expected), strict=True):
+        there = f.to(e.device)
+        same = (there == e) | (there.isnan() & e.isnan())
+        apart = torch.where(same, 0.0, (there - e).abs()).nan_to_num(nan=inf, posinf=inf)
+        away = max(away, float(apart.max()))
+    return away
 
 
 def largest(tensor: Tensor) -> float:
     """The largest absolute value, of those that are finite."""
-    wide = _wide(tensor)
-    finite = wide[wide.isfinite()].abs()
-    return float(finite.max()) if finite.numel() else 0.0
+    finite = (piece.abs().nan_to_num(0.0, 0.0, 0.0) for piece in _pieces(tensor))
+    return max((float(piece.max()) for piece in finite), default=0.0)
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Its elements in float64, where they are, a few at a time; complex numbers as pairs.
+
+    All of a large weight at once would take several times its memory, and go through the caches.
+    """
+    flat = as_reals(tensor.detach().to_dense()).reshape(-1)
+    return (piece.double() for piece in torch.split(flat, _PIECE) if piece.numel())
