@@ -4,13 +4,13 @@ Ops with the same signature are run once. Backward is timed by itself, not guess
 one ratio for all ops (Pfeife, ICML 2025, does the latter).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxpipe.counted import most_bytes
@@ -82,14 +82,20 @@ class _Measured:
 class Meter:
     """A hook for `run_graph` that fills `costs`, with the times that `clock` tells.
 
-    `engine_ms` is what a backward takes besides the op's own.
+    The graph runs with `modules`. `engine_ms` is what a backward takes besides the op's own.
     """
 
     def __init__(
-        self, capture: Capture, device: torch.device, clock: Clock, engine_ms: float = 0.0
+        self,
+        capture: Capture,
+        modules: Mapping[str, nn.Module],
+        device: torch.device,
+        clock: Clock,
+        engine_ms: float = 0.0,
     ) -> None:
         self.costs: dict[str, OpCost] = {}
         self._capture = capture
+        self._modules = modules
         self._device = device
         self._clock = clock
         self._engine_ms = engine_ms
@@ -226,7 +232,7 @@ class Meter:
     def _parameters(self, node: fx.Node) -> list[Tensor]:
         if node.op != "call_module":
             return []
-        module = self._capture.modules[str(node.target)]
+        module = self._modules[str(node.target)]
         return [*module.parameters(), *module.buffers()]
 
 

@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
 from fxpipe.interpret import DTYPE, MODE, TRAINING, by_mode
 from fxpipe.ir import Capture
@@ -12,9 +14,12 @@ from fxpipe.regions import PLAIN, REGION, GraphSwitch
 
 
 def straight(
-    capture: Capture, modules: Mapping[str, nn.Module], state: Mapping[str, Tensor]
+    capture: Capture,
+    modules: Mapping[str, nn.Module],
+    state: Mapping[str, Tensor],
+    device: torch.device,
 ) -> fx.GraphModule:
-    """What `capture` runs in train mode, on these modules, parameters and buffers.
+    """What `capture` runs in train mode on `device`, where modules, parameters and buffers are.
 
     It takes the model's inputs. It returns its outputs, with None for what eval mode alone has, and
     the first value that has a gradient.
@@ -25,6 +30,10 @@ def straight(
     held: dict[str, nn.Module | Tensor] = {}
     switch = GraphSwitch(graph)
     first = None
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
     for node in capture.graph.nodes:
         if node.op == "output":
             switch.to(PLAIN)
@@ -36,6 +45,7 @@ def straight(
         elif node.meta.get(MODE, True):
             switch.to(node.meta.get(REGION, switch.region))
             values[node] = copied = graph.node_copy(node, values.__getitem__)
+            copied.args, copied.kwargs = map_aggregate((copied.args, copied.kwargs), moved)
             if node.op in ("call_module", "get_attr"):
                 copied.target = f"held_{node.name}"
                 held[copied.target] = (modules if node.op == "call_module" else state)[node.target]

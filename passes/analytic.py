@@ -37,7 +37,7 @@ def analytic(
     """
     described = device_named(device)
     cpu, clock = torch.device("cpu"), Roofline(described)
-    meter = Meter(capture, cpu, clock)
+    meter = Meter(capture, capture.modules, cpu, clock)
     loss = None
     with (
         first_microbatch(capture, inputs, n_microbatches) as given,

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ from fxpipe.runtime.stream import (
     threads_per_lane,
     use_streams,
 )
+from fxpipe.runtime.virtual import VirtualDevice
 from fxpipe.stopwatch import StopWatch
 from fxpipe.whole import Whole, whole_ms
+from fxpipe.whole_gpu import whole_on_parts_ms
 
 
 def profile(
@@ -62,20 +65,8 @@ def profile(
             model.train()
             if criterion is not None:
                 criterion = criterion.moved(lambda tensor: tensor.to(device))
-            overhead_ms = 0.0  # of the host, which runs ahead of other devices
-            if device.type != "cpu":  # there the whole model may not fit
-                costs, loss = _measure(capture, given, device, criterion)
-            else:
-                lanes = sum(place(lane).type == "cpu" for lane in devices)
-                spells = [whole_ms(capture, given, devices, criterion, apart)]
-                costs, loss = _measure(capture, given, device, criterion)
-                spells.append(whole_ms(capture, given, devices, criterion, apart))
-                overhead_ms = action_ms(1 if apart else lanes)
-                spells.append(whole_ms(capture, given, devices, criterion, apart))
-                # What else a machine does comes in spells: of three, one that is slow says nothing.
-                whole = Whole(*map(statistics.median, zip(*spells, strict=True)))
-                costs = _scaled(costs, whole)
-                loss = loss and dataclasses.replace(loss, ms=whole.loss_ms)
+            measure = partial(_on_lanes, apart=apart) if device.type == "cpu" else _on_gpus
+            costs, loss, overhead_ms = measure(capture, given, devices, criterion)
     finally:
         torch.set_num_threads(threads)
     return Profile(
@@ -90,6 +81,45 @@ def profile(
     )
 
 
+def _on_lanes(
+    capture: Capture,
+    given: Sequence[Tensor],
+    devices: Sequence[Device],
+    criterion: Criterion | None,
+    apart: bool,
+) -> tuple[dict[str, OpCost], LossCost | None, float]:
+    """The costs of ops and loss on CPU lanes, and milliseconds that each action adds."""
+    lanes = sum(place(lane).type == "cpu" for lane in devices)
+    spells = [whole_ms(capture, given, devices, criterion, apart)]
+    costs, loss = _measure(capture, given, place(devices[0]), criterion)
+    spells.append(whole_ms(capture, given, devices, criterion, apart))
+    overhead_ms = action_ms(1 if apart else lanes)
+    spells.append(whole_ms(capture, given, devices, criterion, apart))
+    # What else a machine does comes in spells: of three, one that is slow says nothing.
+    whole = Whole(*map(statistics.median, zip(*spells, strict=True)))
+    return _scaled(costs, whole), loss and dataclasses.replace(loss, ms=whole.loss_ms), overhead_ms
+
+
+def _on_gpus(
+    capture: Capture,
+    given: Sequence[Tensor],
+    devices: Sequence[Device],
+    criterion: Criterion | None,
+) -> tuple[dict[str, OpCost], LossCost | None, float]:
+    """The same on GPUs, where the host runs ahead of the devices and adds nothing.
+
+    Of several GPUs the first may be too small for the whole model; the parts of one share it.
+    """
+    costs, loss = _measure(capture, given, place(devices[0]), criterion)
+    parts = [lane for lane in devices if isinstance(lane, VirtualDevice)]
+    whole = None
+    if len(parts) == len(devices):
+        whole = whole_on_parts_ms(capture, given, parts, criterion)
+    if whole is None:
+        return costs, loss, 0.0
+    return _scaled(costs, whole), loss and dataclasses.replace(loss, ms=whole.loss_ms), 0.0
+
+
 def _measure(
     capture: Capture,
     given: Sequence[Tensor],
@@ -98,9 +128,10 @@ def _measure(
 ) -> tuple[dict[str, OpCost], LossCost | None]:
     clock = StopWatch(device)
     tiny = torch.ones(1, device=device, requires_grad=True)
-    meter = Meter(capture, device, clock, engine_ms=backward_ms(clock, tiny + 0, [tiny]))
     attributes = {**capture.state, TRAINING: True, DTYPE: capture.dtype}
     state, modules = _Moved(attributes, device), _Moved(capture.modules, device)
+    engine_ms = backward_ms(clock, tiny + 0, [tiny])
+    meter = Meter(capture, modules, device, clock, engine_ms)
     outputs = run_graph(capture.graph, modules, state, [tensor.clone() for tensor in given], meter)
     return meter.costs, criterion.cost(outputs, clock, device) if criterion else None
 
@@ -127,14 +158,23 @@ def _scaled(costs: Mapping[str, OpCost], whole: Whole) -> dict[str, OpCost]:
 
 
 class _Moved(Mapping[str, Any]):
-    """Modules or tensors, each moved only when asked for: the whole may not fit on the device."""
+    """Modules or tensors, each moved only when asked for: the whole may not fit on the device.
+
+    The last one is kept, which is asked for more than once.
+    """
 
     def __init__(self, held: Mapping[str, Any], device: torch.device) -> None:
         self._held = held
         self._device = device
+        self._last: tuple[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
-        found = self._held[name]
+        if self._last is None or self._last[0] != name:
+            self._last = None  # to make room
+            self._last = name, self._moved(self._held[name])
+        return self._last[1]
+
+    def _moved(self, found: Any) -> Any:
         if isinstance(found, nn.Module) and self._device.type != "cpu":
             return copy.deepcopy(found).to(self._device)
         return found.to(self._device) if isinstance(found, Tensor) else found

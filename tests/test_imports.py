@@ -43,8 +43,10 @@ HELPERS = (
     "fxpipe.stopwatch",
     "fxpipe.straight",
     "fxpipe.topology",
+    "fxpipe.twin",
     "fxpipe.variables",
     "fxpipe.whole",
+    "fxpipe.whole_gpu",
 )
 RULES = {
     "fxpipe.errors": (),
@@ -75,7 +77,9 @@ RULES = {
             "fxpipe.stopwatch",
             "fxpipe.straight",
             "fxpipe.topology",
+            "fxpipe.twin",
             "fxpipe.variables",
+            "fxpipe.whole",
         ),
     ),
     "fxpipe.capture": (*BASE, *HELPERS, "fxpipe.capture"),

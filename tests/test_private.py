@@ -59,7 +59,7 @@ PRIVATE = {
     "torch.fx.experimental.symbolic_shapes.ShapeGuard": "capture/sizes.py",
     "torch.fx.experimental._config.use_duck_shape": "capture/dynamo.py",
     "torch._dynamo.maybe_mark_dynamic": "capture/dynamo.py, capture/frame.py",
-    "torch.fx.node.map_aggregate": "capture/edit.py",
+    "torch.fx.node.map_aggregate": "capture/edit.py, straight.py",
     "torch._C._set_grad_enabled": "regions.py",
     "torch.autograd.grad_mode._enter_inference_mode": "regions.py",
     "torch.autograd.grad_mode._exit_inference_mode": "regions.py",

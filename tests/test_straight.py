@@ -89,7 +89,7 @@ class Functions(nn.Module):
 def run(model, *inputs):
     """What straight code returns, and what the model does."""
     captured = capture(model.train(), inputs, {})
-    made = straight(captured, captured.modules, captured.state)
+    made = straight(captured, captured.modules, captured.state, torch.device("cpu"))
     kept = copy.deepcopy(model.state_dict())
     torch.manual_seed(0)
     (*outputs,), first = made(*inputs)

@@ -28,6 +28,9 @@ class CpuStream:
 Stream = CpuStream | torch.cuda.Stream
 CPU_STREAM = CpuStream()
 
+# No GPU's clock is faster; of private `torch.cuda._sleep`.
+_CYCLES_PER_MS = 3_000_000
+
 # A moment: the host's clock in milliseconds, or an event of a CUDA stream.
 Mark = float | torch.cuda.Event
 
@@ -236,6 +239,13 @@ def ms_between(start: Mark, end: Mark) -> float:
     return float(start.elapsed_time(end))
 
 
+def hold_up(on: Stream, ms: float) -> None:
+    """Let what is launched on a CUDA stream from now on begin some milliseconds later, or more."""
+    if not isinstance(on, CpuStream):
+        with torch.cuda.stream(on):
+            torch.cuda._sleep(int(ms * _CYCLES_PER_MS))  # type: ignore[no-untyped-call]
+
+
 def generator(device: torch.device) -> torch.Generator:
     """The generator that random ops on `device` draw from."""
     if device.type != "cuda":
@@ -252,6 +262,12 @@ def threads_per_lane(devices: Sequence[Device]) -> int:
     """
     lanes = sum(place(device).type == "cpu" for device in devices)
     return 1 if lanes > 1 else torch.get_num_threads()
+
+
+def use_context(of: Stream) -> None:
+    """Give this thread the context of the stream's device, which cuBLAS warns that it lacks."""
+    if not isinstance(of, CpuStream):
+        of.query()
 
 
 def use_threads(count: int) -> None:

@@ -1,5 +1,6 @@
 """Profile: ops of one signature are measured once; saved storages are those of torch itself."""
 
+import copy
 from math import inf
 
 import models
@@ -9,7 +10,9 @@ from torch.nn import functional as F
 
 from fxpipe.capture import capture
 from fxpipe.errors import InputError
+from fxpipe.interpret import run_graph
 from fxpipe.ir import OpCost
+from fxpipe.meter import Meter
 from fxpipe.passes.linearize import linearize
 from fxpipe.passes.profile import _scaled, profile
 from fxpipe.runtime import whole_backward
@@ -245,3 +248,14 @@ def test_a_view_of_a_parameter_under_no_grad_has_no_backward():
     (view,) = (n.name for n in captured.graph.nodes if n.target is getattr and "H" in n.args)
     assert found.costs[view].backward_ms == 0
     assert sum(cost.backward_ms for cost in found.costs.values()) > 0
+
+
+def test_a_module_that_was_moved_is_the_one_that_is_measured():
+    """As to a GPU: the capture's own has no part in it, and its weights would get no gradient."""
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.randn(2, 4)
+    captured = capture(model, (x,), {})
+    moved = copy.deepcopy(dict(captured.modules))
+    meter = Meter(captured, moved, torch.device("cpu"), lambda run, given: 1.0)
+    run_graph(captured.graph, moved, captured.state, [x], meter)
+    (cost,) = meter.costs.values()
+    assert cost.weight_gradient_ms == cost.backward_ms == 1.0
