@@ -68,7 +68,9 @@ class Run:
         popped = zip(partition.popped, self._skips.fill(tensors[n:]), strict=True)
         tracker = SkipTracker(dict(popped))
         drawn = (
-            drawing(random, partition.device, partition.module) if self._draws else nullcontext()
+            drawing(random, partition.device, partition.module, fixed=False)
+            if self._draws
+            else nullcontext()
         )
         with use_skip_tracker(tracker), drawn as mode:
             value = self._call(partition.module, self._given.fill(tensors[:n]))

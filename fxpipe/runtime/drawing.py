@@ -2,15 +2,14 @@
 
 Torch's CPU generator is one for the process while several lanes run at once, so each random op puts
 the micro-batch's state in for as long as it takes. To look at each op costs more than many ops do:
-so a module's first forward is looked at op by op, and tells which of torch's functions draw; in
-later ones only these are looked into.
+so a module's first forward is looked at op by op, and tells which of torch's functions draw, and
+which layers call them; in later ones only these are looked into.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.runtime import stream
+from fxpipe.runtime.drawing_layers import Entered, layers_draw
 from fxpipe.runtime.random import LOCK, RandomStream
 
 
@@ -54,8 +54,9 @@ _COMPOSED: set[Any] = {
     *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, F.gumbel_softmax),
     F.multi_head_attention_forward,
 }
-# The modes, training or not, in which all that a module draws with is known.
-_KNOWN: WeakKeyDictionary[nn.Module, set[bool]] = WeakKeyDictionary()
+# By module and mode, training or not, in which all that it draws with is known: the layers that
+# draw, or None where functions do elsewhere.
+_KNOWN: WeakKeyDictionary[nn.Module, dict[bool, WeakSet[nn.Module] | None]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -64,21 +65,32 @@ def drawing(
     device: torch.device,
     module: nn.Module | None = None,
     whole: bool = True,
+    fixed: bool = True,
 ) -> Iterator["Draws"]:
     """Let the block's random ops draw from `start`; the mode's `end` is where they came to.
 
-    The block is a forward of `module`, if one is given, or a part of one.
+    The block is a forward of `module`, if one is given, or a part of one. `fixed` says that each
+    forward in the same mode calls the same functions.
     """
     draws = Draws(start, device)
-    if module is not None and module.training in _KNOWN.get(module, ()):
-        with _Functions(draws):
-            yield draws
+    known = {} if module is None else _KNOWN.get(module, {})
+    if module is not None and module.training in known:
+        layers = known[module.training]
+        if layers is None:
+            with layers_draw(None, ()), _Functions(draws):
+                yield draws
+        else:
+            with layers_draw(draws, layers):
+                yield draws
         return
-    learning = _Learning(draws)
-    with draws, learning:
+    entered = Entered(module)
+    learning = _Learning(draws, entered)
+    with layers_draw(None, ()), entered.watching(), draws, learning:
         yield draws
     if module is not None and whole and learning.seen == draws.count:
-        _KNOWN.setdefault(module, set()).add(module.training)
+        compiled = module._compiled_call_impl is not None
+        elsewhere = learning.elsewhere or compiled or not fixed
+        _KNOWN.setdefault(module, {})[module.training] = None if elsewhere else learning.layers
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -88,9 +100,11 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.end = start
         self.count = 0
+        self._own = [device]
         # An op of a CUDA stage may draw on the CPU too, as `torch.randn(...).to(device)` does.
         cpu = torch.device("cpu")
-        self._devices: Sequence[torch.device] = [cpu] if device == cpu else [cpu, device]
+        self._all = [cpu] if device == cpu else [cpu, device]
+        self._before: list[tuple[torch.device, torch.Generator, Tensor]] = []
 
     def __torch_dispatch__(
         self,
@@ -107,21 +121,43 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def run(self, op: Callable[[], Any]) -> Any:
         """Let `op` draw from the stream."""
-        generators = [stream.generator(device) for device in self._devices]
-        with LOCK:
-            before = [generator.get_state() for generator in generators]
-            for generator, device in zip(generators, self._devices, strict=True):
+        self._begin(self._all)
+        try:
+            return op()
+        finally:
+            self.finish()
+
+    def begin(self) -> None:
+        """Let what follows draw from the stream, on the stage's own device, until `finish`."""
+        self._begin(self._own)
+
+    @property
+    def begun(self) -> bool:
+        """Whether something draws from the stream now."""
+        return bool(self._before)
+
+    def finish(self) -> None:
+        """Let torch's own generators go on where they stood."""
+        try:
+            states = dict(self.end.states)
+            states |= {device.type: g.get_state() for device, g, _ in self._before}
+            self.end = RandomStream(self.end.seed, states)
+            while self._before:
+                _, generator, before = self._before.pop()
+                generator.set_state(before)
+        finally:
+            LOCK.release()
+
+    def _begin(self, devices: Sequence[torch.device]) -> None:
+        LOCK.acquire()
+        try:
+            for device in devices:
+                generator = stream.generator(device)
+                self._before.append((device, generator, generator.get_state()))
                 generator.set_state(self.end.state(device))
-            try:
-                return op()
-            finally:
-                states = {
-                    device.type: generator.get_state()
-                    for generator, device in zip(generators, self._devices, strict=True)
-                }
-                self.end = replace(self.end, states=states)
-                for generator, state in zip(generators, before, strict=True):
-                    generator.set_state(state)
+        except BaseException:
+            self.finish()
+            raise
 
 
 class _Functions(TorchFunctionMode):
@@ -143,12 +179,18 @@ class _Functions(TorchFunctionMode):
 
 
 class _Learning(TorchFunctionMode):
-    """Adds the functions that draw to those known; `seen` is how often they drew."""
+    """Adds the functions that draw to those known; `seen` is how often they drew.
 
-    def __init__(self, draws: Draws) -> None:
+    `layers` are those of torch's whose functions draw, `elsewhere` whether others do.
+    """
+
+    def __init__(self, draws: Draws, entered: Entered) -> None:
         super().__init__()
         self.seen = 0
+        self.layers: WeakSet[nn.Module] = WeakSet()
+        self.elsewhere = False
         self._draws = draws
+        self._entered = entered
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function."""
@@ -158,4 +200,12 @@ class _Learning(TorchFunctionMode):
         self.seen += drawn
         if drawn and func not in _DRAWING:
             _COMPOSED.add(func)
+        draws = _DRAWING.get(func)
+        if func in _COMPOSED:
+            self.elsewhere = True  # other work is between its draws
+        elif draws is not None and draws(args, kwargs or {}):
+            if self._entered.layer is None:
+                self.elsewhere = True
+            else:
+                self.layers.add(self._entered.layer)
         return result

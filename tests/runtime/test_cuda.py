@@ -62,6 +62,22 @@ def test_a_stream_draws_what_manual_seed_gives():
     assert torch.equal(torch.cuda.get_rng_state(device), before)
 
 
+def test_layers_draw_from_the_stream_and_elsewhere_from_torchs_generator():
+    device = torch.device("cuda", 0)
+    module = torch.nn.Sequential(torch.nn.Dropout(0.4), torch.nn.Tanh(), torch.nn.Dropout(0.4))
+    x = torch.linspace(-1, 1, 32, device=device)
+    torch.manual_seed(7)
+    expected = module(x)
+    end = torch.cuda.get_rng_state(device)
+    before = torch.manual_seed(99) and torch.cuda.get_rng_state(device)
+    for _ in range(3):
+        with drawing(RandomStream(7), device, module) as mode:
+            found = module(x)
+        assert torch.equal(found, expected)
+        assert torch.equal(mode.end.state(device), end)
+        assert torch.equal(torch.cuda.get_rng_state(device), before)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_recompute_draws_the_same_masks(tmp_path, mode):
     gradients = []

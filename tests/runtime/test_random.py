@@ -1,5 +1,6 @@
 """Random numbers belong to the micro-batch, whatever the stages, the schedule and recomputation."""
 
+import copy
 from unittest import mock
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch.nn import functional as F
 from toys import CHAIN, MODES, NOISY, SCHEDULES, both, mean_loss, same
 
+from fxpipe.runtime import drawing as drawing_module
 from fxpipe.runtime.drawing import Draws, drawing
 from fxpipe.runtime.random import RandomStream, microbatch_seeds
 
@@ -176,3 +178,97 @@ def test_without_random_stages_and_in_loading_the_generator_is_untouched(tmp_pat
     pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
     pipe(*CHAIN.inputs())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Layers(torch.nn.Module):
+    """Layers that draw, of which one is used twice, and a function that may."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Dropout(0.4), torch.nn.RReLU()
+        self.p = 0.0
+
+    def forward(self, x):
+        x = self.second(self.first(self.first(x + 1) - 1))
+        return F.dropout(x, self.p) if self.p else x
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_where_layers_alone_draw_no_function_is_looked_at(elsewhere):
+    module, x = Layers(), torch.ones(4)
+    module.p = 0.5 * elsewhere
+    with mock.patch("fxpipe.runtime.drawing._Functions", wraps=drawing_module._Functions) as looks:
+        for _ in range(3):
+            with drawing(RandomStream(7), CPU, module):
+                module(x)
+    assert looks.call_count == 2 * elsewhere
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_draw_from_the_stream_and_elsewhere_from_torchs_generator(training):
+    module, x = Layers().train(training), torch.linspace(-1, 1, 32)
+    for _ in range(3):
+        before = torch.manual_seed(99).get_state()
+        with drawing(RandomStream(7), CPU, module) as mode:
+            found = module(x)
+        assert torch.equal(torch.get_rng_state(), before)
+        torch.manual_seed(7)
+        assert torch.equal(found, module(x))
+        assert torch.equal(mode.end.state(CPU), torch.get_rng_state())
+
+
+def test_a_layer_that_fails_lets_others_draw():
+    module = Layers()
+
+    def refuse(layer, given):
+        if not isinstance(given[0], torch.Tensor):
+            raise TypeError
+
+    module.second.register_forward_pre_hook(refuse)  # before those that draw begin
+    for _ in range(2):
+        with drawing(RandomStream(7), CPU, module):
+            module(torch.ones(4))
+    before = torch.get_rng_state()
+    for layer in (module.first, module.second):
+        with pytest.raises(TypeError), drawing(RandomStream(7), CPU, module):
+            layer("no tensor")
+    assert torch.equal(torch.get_rng_state(), before)
+    with drawing(RandomStream(7), CPU, module):
+        module(torch.ones(4))
+
+
+def test_a_copy_of_a_module_draws_once_for_each_layer():
+    module, x = Layers(), torch.ones(4)
+    for _ in range(2):
+        with drawing(RandomStream(7), CPU, module):
+            module(x)
+    twin = copy.deepcopy(module)
+    for _ in range(2):
+        with drawing(RandomStream(7), CPU, twin):
+            assert len(twin.first._forward_pre_hooks) == 1 + (_ == 0)  # and one that learns
+            twin(x)
+
+
+def test_a_forward_whose_calls_are_not_fixed_is_looked_at_each_time():
+    module, x = Layers(), torch.ones(64)
+    for p in (0.0, 0.0, 0.5):
+        module.p = p
+        before = torch.get_rng_state()
+        with drawing(RandomStream(7), CPU, module, fixed=False):
+            module(x)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_two_blocks_of_one_thread_draw_each_from_its_own():
+    """As where a segment is computed again while another stage's forward runs."""
+    module, x = Layers(), torch.linspace(-1, 1, 32)
+    with drawing(RandomStream(7), CPU, module):
+        expected = module(x)
+    with drawing(RandomStream(7), CPU, module), drawing(RandomStream(8), CPU, module):
+        other = module(x)
+    with drawing(RandomStream(7), CPU, module):
+        with drawing(RandomStream(8), CPU, module):
+            module(x)
+        found = module(x)
+    assert torch.equal(found, expected)
+    assert not torch.equal(other, expected)
