@@ -81,10 +81,16 @@ def _ends(device: torch.device, compute: Stream, copies: Sequence[Stream]) -> li
 def _send(tensor: Tensor, source: End, target: End) -> Tensor:
     if not _apart(source, target):
         return tensor
+    graph = torch.is_grad_enabled() and tensor.requires_grad
+    if source.device == target.device and not graph:
+        # The copy stream only tells that it is there. The allocator asks for each stream that has
+        # read what is freed whether it has come so far, each time that it gives memory.
+        stream.wait_stream(source.copy, source.compute)
+        return tensor
     waited = _waited(tensor, source.copy, source.compute)
     if source.device == target.device:
         return waited
-    if not (torch.is_grad_enabled() and waited.requires_grad):
+    if not graph:
         return _copy(waited, source, target)
     return Copy.apply(source, target, waited)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -125,6 +125,7 @@ class _Assignment:
         assert self._job is not None
         try:
             stream.use_threads(self._n_threads)
+            stream.use_context(self._streams[0])
             with self._ambient.entered(), stream.use_streams(self._streams):
                 self._job()
         except BaseException as error:

@@ -31,6 +31,9 @@ class Clock:
     def wait_stream(self, other):
         self.known |= other.known
 
+    def query(self):
+        """Whether all is done: asked by a thread that begins."""
+
     def follows(self, moment):
         return all(self.known[one] >= n for one, n in moment.items())
 
