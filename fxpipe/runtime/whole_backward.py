@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
@@ -94,5 +95,10 @@ def _products(below: Mapping[Node, Sequence[Node]]) -> Iterator[_Product]:
 
 
 def _is_large(weight: Tensor) -> bool:
-    """On a GPU none is: the host, which looks through the graph, has to stay ahead of it."""
-    return weight.device.type == "cpu" and weight.nbytes >= _LARGE_BYTES
+    """On a GPU none is, as the host, which looks through the graph, has to stay ahead of it.
+
+    But where a step is captured, which the host does once.
+    """
+    if weight.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        return False
+    return weight.nbytes >= _LARGE_BYTES

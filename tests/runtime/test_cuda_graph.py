@@ -7,7 +7,7 @@ import pytest
 import torch
 from toys import BATCH, CHAIN, MODES, NOISY, SCHEDULES, TOYS, both, mean_loss, plain_step
 
-from fxpipe.runtime import load
+from fxpipe.runtime import load, whole_backward
 
 HAS_BINDINGS = (
     importlib.util.find_spec("cuda") is not None
@@ -25,11 +25,14 @@ def on_one_gpu(virtual, n):
     return f"cuda:0/{n}" if virtual else ["cuda:0"] * n
 
 
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize("virtual", [False, True], ids=["lanes", "virtual"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [name for name in TOYS if TOYS[name] is not NOISY])
-def test_the_same_numbers(tmp_path, name, mode, schedule, virtual):
+def test_the_same_numbers(tmp_path, monkeypatch, name, mode, schedule, virtual, large):
+    if large:  # products add to their weights' gradients
+        monkeypatch.setattr(whole_backward, "_LARGE_BYTES", 1)
     toy = TOYS[name]
     model, _ = both(tmp_path, toy, schedule=schedule, checkpoint=mode)
     pipe = load(tmp_path, on_one_gpu(virtual, len(toy.parts)), capture="graph")
