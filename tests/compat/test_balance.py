@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxpipe.compat.balance import balance_by_size, balance_by_time
+from fxpipe.compat.balance import balance_by_size, balance_by_time, profile
 from fxpipe.compat.balance.blockpartition import solve
 from fxpipe.compat.balance.profile import layerwise_sandbox
 
@@ -79,3 +79,20 @@ def test_a_model_that_has_gradients_is_refused():
 def test_sizes_are_measured_on_cuda_alone():
     with pytest.raises(ValueError, match="only CUDA"):
         balance_by_size(1, nn.Sequential(nn.Linear(1, 1)), torch.ones(1, 1), device="cpu")
+
+
+def test_what_a_library_sets_up_at_a_first_call_is_no_layers(monkeypatch):
+    """Stand-ins for a GPU: one whose first product takes a workspace, which stays."""
+    held = {"bytes": 0}
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            held["bytes"] = max(held["bytes"], 2**20)
+            return super().forward(x)
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held["bytes"])
+    monkeypatch.setattr(profile, "layerwise_sandbox", lambda module, device: module)
+    monkeypatch.setattr(profile, "_leaves", lambda value, device: value.detach())
+    model = nn.Sequential(Layer(4, 4), Layer(4, 4))
+    sizes = profile.profile_sizes(model, torch.ones(2, 4), 1, 1.0, torch.device("cuda"))
+    assert sizes == [(4 * 4 + 4) * 4] * 2

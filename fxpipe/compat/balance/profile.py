@@ -58,6 +58,7 @@ def profile_sizes(
     sizes = []
     for layer in layerwise_sandbox(module, device):
         value = _leaves(value, device)
+        layer(_clones(value))  # libraries keep a workspace from their first call on
         before = torch.cuda.memory_allocated(device)
         value = layer(value)
         latent = torch.cuda.memory_allocated(device) - before
@@ -68,6 +69,10 @@ def profile_sizes(
 
 def _tensors(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (value,) if isinstance(value, Tensor) else value
+
+
+def _clones(value: Tensor | tuple[Tensor, ...]) -> Any:
+    return value.clone() if isinstance(value, Tensor) else tuple(t.clone() for t in value)
 
 
 def _leaves(value: Tensor | tuple[Tensor, ...], device: torch.device) -> Any:
