@@ -130,11 +130,7 @@ class _Builder:
         if node.target is _CHECKPOINT:
             return self._inline(node)
         _name_devices(node)
-        if "autograd_function_apply" in str(node.target):  # of a trace that was not ours
-            raise CaptureError(
-                f"a custom autograd.Function can't be captured within torch.compile "
-                f"({_where(node)}): compile the model by fxpipe.compile or the command"
-            )
+        _refuse(node)
         if node.op == "call_function" and isinstance(node.args[0] if node.args else None, fx.Node):
             container = self.values[node.args[0]]  # type: ignore[index]
             if isinstance(container, list):  # an item of an opened region's outputs
@@ -148,7 +144,6 @@ class _Builder:
         def new(old: fx.Node) -> Argument:
             return self.read(self.values[old], module)
 
-        _refuse(node)
         args, kwargs = fx.map_arg(node.args, new), fx.map_arg(node.kwargs, new)
         target, name = node.target, node.name
         function = function_of(node)
@@ -193,10 +188,17 @@ def _refuse(node: fx.Node) -> None:
             f"forward assigns the `.data` of a tensor ({_where(node)}): write a buffer in place, "
             "with copy_, or a parameter between steps, outside of forward"
         )
-    if "register_hook" in str(node.target):
+    applies = "autograd_function_apply" in str(node.target)
+    # Before torch 2.13 Dynamo makes a Function of a hook.
+    if "register_hook" in str(node.target) or (applies and "register_hook" in _where(node)):
         raise CaptureError(
             f"forward registers a hook on a tensor ({_where(node)}), which a package can't hold: "
             "where it changes gradients write a custom autograd.Function"
+        )
+    if applies:  # of a trace that was not ours
+        raise CaptureError(
+            f"a custom autograd.Function can't be captured within torch.compile ({_where(node)}): "
+            "compile the model by fxpipe.compile or the command"
         )
     if str(getattr(node.target, "__name__", "")).endswith("_increment_nesting"):
         raise CaptureError(
