@@ -85,6 +85,7 @@ class _Parts:
         """Milliseconds of `run` on a part, all of them at it at once."""
         for device, _ in self._both:
             synchronize(device)
+        for device, _ in self._both:
             hold_up(current_stream(device), 1.5 * self._launch_ms.get(name, 0.0))
         started = time.perf_counter()
         marks = []
