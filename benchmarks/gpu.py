@@ -237,7 +237,8 @@ def main() -> None:
         f"{machine()}. {DEVICES}, {M} micro-batches. Samples per second and peak memory of the",
         "whole GPU; plain is the model on one of the four. Ours are planned for the memory that",
         "torchgpipe takes; transformers run as one CUDA graph. Made by",
-        "`python benchmarks/gpu.py --write`.\n",
+        f"`python benchmarks/gpu.py --write --turns {options.turns} --steps {options.steps} "
+        f"--time-limit {options.time_limit:g}`.\n",
         "| work | plain | torchgpipe | fxpipe | as predicted | ratio | goal |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]

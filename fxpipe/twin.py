@@ -21,7 +21,8 @@ from fxpipe.straight import straight
 class Twin:
     """The graph with parameters of its own that share the model's memory, and its own buffers.
 
-    On another device than the model's they are copies.
+    On another device than the model's they are copies, or share the memory of those of `like`, a
+    twin there.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Twin:
         given: Sequence[Tensor],
         criterion: Criterion | None,
         device: torch.device,
+        like: "Twin | None" = None,
     ) -> None:
         self._given = given
         self._criterion = criterion
@@ -40,10 +42,13 @@ class Twin:
             *tensors.values(),
             *(p for m in capture.modules.values() for p in m.parameters()),
         ]
-        known = {id(p): _leaf(p, device) for p in held if isinstance(p, nn.Parameter)}
-        self._parameters = list(known.values())
+        own = [p for p in held if isinstance(p, nn.Parameter)]
+        self._leaves: dict[int, nn.Parameter] = {
+            id(p): _leaf(like._leaves[id(p)] if like else p, device) for p in own
+        }
+        self._parameters = list(self._leaves.values())
         # Copies of what is known are those: so modules and state share each parameter.
-        modules, state = copy.deepcopy((dict(capture.modules), tensors), known)
+        modules, state = copy.deepcopy((dict(capture.modules), tensors), {**self._leaves})
         modules = {name: module.to(device) for name, module in modules.items()}
         state = {name: tensor.to(device) for name, tensor in state.items()}
         self._run = straight(capture, modules, state, device)

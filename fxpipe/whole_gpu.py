@@ -39,7 +39,11 @@ def whole_on_parts_ms(
 ) -> Whole | None:
     """The means over the parts, medians of several turns; None if the GPU's memory is too small."""
     try:
-        twins = [Twin(capture, given, criterion, place(device)) for device in devices]
+        twins: list[Twin] = []
+        there: dict[int, Twin] = {}  # by GPU, whose weights its parts share
+        for device in devices:
+            twins.append(Twin(capture, given, criterion, place(device), there.get(device.gpu)))
+            there.setdefault(device.gpu, twins[-1])
         for twin in twins[1:]:
             twin.drop_gradients()
         parts = _Parts(devices, twins)

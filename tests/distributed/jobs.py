@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -584,10 +585,12 @@ def on_gpus(folder: Path, name: str, m: int, dp: int, fully_shard: bool = False)
     """Two steps on GPUs, of which the second knows what the ranks send each other."""
     toy = toys.TOYS[name]
     rank, n_gpus = torch.distributed.get_rank(), torch.cuda.device_count()
+    apart: AbstractContextManager[object] = nullcontext()
     if n_gpus < torch.distributed.get_world_size():
-        # NCCL lets ranks share a GPU that are on different hosts, as far as it knows.
+        # NCCL lets ranks share a GPU that are on different hosts, as far as it knows; we don't.
         os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo")
-    with mock.patch.object(stream, "hardware", lambda device: f"{device} of rank {rank}"):
+        apart = mock.patch.object(stream, "hardware", lambda device: f"{device} of rank {rank}")
+    with apart:
         model, pipe = pair(
             folder, toy, devices=f"cuda:{rank % n_gpus}", dp=dp, fully_shard=fully_shard
         )

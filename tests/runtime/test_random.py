@@ -243,9 +243,9 @@ def test_a_copy_of_a_module_draws_once_for_each_layer():
         with drawing(RandomStream(7), CPU, module):
             module(x)
     twin = copy.deepcopy(module)
-    for _ in range(2):
+    for n_learning in (1, 0):
         with drawing(RandomStream(7), CPU, twin):
-            assert len(twin.first._forward_pre_hooks) == 1 + (_ == 0)  # and one that learns
+            assert len(twin.first._forward_pre_hooks) == 1 + n_learning
             twin(x)
 
 
