@@ -1,6 +1,6 @@
 """The nodes of an autograd graph, for those who look at it before backward does."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 
 from torch.autograd.graph import Node
 
@@ -11,15 +11,23 @@ def nodes_below(roots: Iterable[Node], ends: Set[Node] = frozenset()) -> dict[No
     A node comes after all below it. Nothing is looked for below `ends`.
     """
     below: dict[Node, list[Node]] = {}
-    met: dict[Node, list[Node]] = {}
-    left = list(roots)
-    while left:
-        node = left[-1]
-        if node not in met:
-            # Each asks torch for the nodes, which takes most of the time: once.
-            met[node] = [] if node in ends else [n for n, _ in node.next_functions if n is not None]
-            left += [n for n in met[node] if n not in below]
-        else:
-            below.setdefault(node, met[node])
-            left.pop()
+    path: list[tuple[Node, list[Node], Iterator[Node]]] = []  # and what is left to look at
+    for root in roots:
+        left = iter([root])
+        while True:
+            for node in left:
+                if node in below:
+                    continue
+                nodes = [] if node in ends else [n for n, _ in node.next_functions if n is not None]
+                if not nodes:
+                    below[node] = nodes
+                    continue
+                path.append((node, nodes, left))
+                left = iter(nodes)
+                break
+            else:
+                if not path:
+                    break
+                node, nodes, left = path.pop()
+                below[node] = nodes
     return below

@@ -79,20 +79,18 @@ class SplitBackward:
         """The gradients that arrive at `inputs`, which were the beginning of the graph."""
         ends = {edge.node for edge in inputs}
         below = nodes_below([edge.node for edge, _ in self._roots], ends)
-        leads = _leads_to(ends, below)
-        for node, to_input in leads.items():
-            if not to_input or node in ends:
-                continue
-            weights = _weights([n for n in below[node] if not leads[n]], below)
-            if weights:
+        leading = _leading_to(ends, below)
+        for node in leading:
+            others = [n for n in below[node] if n not in leading]
+            if others and (weights := _weights(others, below)):
                 fork = _Fork(node, weights)
                 node.register_prehook(fork.arrived)
                 self._forks.append(fork)
-        leading = [root for root in self._roots if leads[root[0].node]]
-        self._roots = [root for root in self._roots if not leads[root[0].node]]
-        if not leading:
+        to_inputs = [root for root in self._roots if root[0].node in leading]
+        self._roots = [root for root in self._roots if root[0].node not in leading]
+        if not to_inputs:
             return [None] * len(inputs)
-        edges, gradients = zip(*leading, strict=True)
+        edges, gradients = zip(*to_inputs, strict=True)
         found = torch.autograd.grad(edges, inputs, gradients, retain_graph=True, allow_unused=True)
         return list(found)
 
@@ -134,12 +132,13 @@ def _backward(
         torch.autograd.backward(edges, gradients, retain_graph=True, inputs=weights)
 
 
-def _leads_to(ends: Set[Node], below: Mapping[Node, Sequence[Node]]) -> dict[Node, bool]:
-    """Whether a node leads to one of `ends`, for each."""
-    leads: dict[Node, bool] = {}
+def _leading_to(ends: Set[Node], below: Mapping[Node, Sequence[Node]]) -> dict[Node, None]:
+    """The nodes that lead to one of `ends`, those with it, in the order of `below`."""
+    leading: dict[Node, None] = {}
     for node, nodes in below.items():
-        leads[node] = node in ends or any(leads[n] for n in nodes)
-    return leads
+        if node in ends or not leading.keys().isdisjoint(nodes):
+            leading[node] = None
+    return leading
 
 
 def _weights(nodes: Iterable[Node], below: Mapping[Node, Sequence[Node]]) -> list[Tensor]:

@@ -53,7 +53,7 @@ def _linear(node: Any, weights: Sequence[Tensor]) -> Add | None:
     bias, (weight, transposed) = _leaf(node, 0), _factor(node, 2)
     if not _are(weights, bias, weight) or node._saved_alpha != 1 or node._saved_beta != 1:
         return None
-    if bias is not None and (bias.dim() != 1 or len(bias) == 1):
+    if bias is not None and (bias.dim() != 1 or bias.numel() == 1):
         return None  # it may be one for several outputs
 
     def add(gradient: Tensor) -> None:
@@ -103,15 +103,15 @@ _RULES: Mapping[str, _Rule] = {
     "AddmmBackward0": _linear,
     "MmBackward0": _linear_without_bias,
     "NativeLayerNormBackward0": _by(
-        _aten.native_layer_norm_backward,
+        _aten.native_layer_norm_backward.default,
         "input normalized_shape result1 result2 weight bias",
     ),
     "NativeBatchNormBackward0": _by(
-        _aten.native_batch_norm_backward,
+        _aten.native_batch_norm_backward.default,
         "input weight running_mean running_var result1 result2 training eps",
     ),
     "ConvolutionBackward0": _by(
-        _aten.convolution_backward,
+        _aten.convolution_backward.default,
         "input weight bias_sym_sizes_opt stride padding dilation transposed output_padding groups",
     ),
 }
@@ -148,7 +148,8 @@ def _factor(node: Node, k: int) -> tuple[Tensor | None, bool]:
 
 def _are(weights: Sequence[Tensor], *leaves: Tensor | None) -> bool:
     """Whether the leaves are all the weights there are, each once."""
-    return sorted(map(id, weights)) == sorted(id(leaf) for leaf in leaves if leaf is not None)
+    ids = [id(leaf) for leaf in leaves if leaf is not None]
+    return len(ids) == len(weights) and {id(weight) for weight in weights} == set(ids)
 
 
 def _is_plain(weight: Tensor) -> bool:
