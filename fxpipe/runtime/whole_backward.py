@@ -99,6 +99,6 @@ def _is_large(weight: Tensor) -> bool:
 
     But where a step is captured, which the host does once.
     """
-    if weight.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+    if weight.nbytes < _LARGE_BYTES:
         return False
-    return weight.nbytes >= _LARGE_BYTES
+    return weight.device.type != "cuda" or torch.cuda.is_current_stream_capturing()
