@@ -71,8 +71,8 @@ class Compiling:
         self._topology = topology
         self._profile: Profile | None = None
 
-    def __call__(self, schedule: str) -> Path:
-        """The package's folder, named after the schedule."""
+    def __call__(self, schedule: str, memory: str | None = None, name: str = "") -> Path:
+        """The package's folder, of this name or named after the schedule."""
         package = fxpipe.compile(
             self._model,
             (self._x,),
@@ -81,10 +81,11 @@ class Compiling:
             schedule=schedule,
             profile=self._profile,
             topology=self._topology,
+            memory=memory,
             **self._loss,
         )
         self._profile = package.profile
-        return package.write(self._folder / schedule, weights=True)
+        return package.write(self._folder / (name or schedule), weights=True)
 
 
 def seconds(step: Callable[[], object], repeats: int, warmup: int = 2) -> float:

@@ -7,10 +7,10 @@
 
 Two gloo ranks of one thread each, on the transformer blocks, weights and batches of cpu_lanes.py.
 Ours runs under `load(..., distributed=True)`, theirs every schedule it has for two processes, of
-which the fastest counts. All run in turns, a step each in random order, so that what else the
-machine does, and what ran before, falls on all alike. First, losses and gradients are compared with
-the plain model's. Then peak memory, what an action that computes nothing costs with its messages,
-and a U-Net whose skips pass over stages.
+which the fastest counts; `lean` is `auto` within what that one holds. All run in turns, a step each
+in random order, so that what else the machine does, and what ran before, falls on all alike. First,
+losses and gradients are compared with the plain model's. Then peak memory, what an action that
+computes nothing costs with its messages, and a U-Net whose skips pass over stages.
 """
 
 import argparse
@@ -47,11 +47,12 @@ from fxpipe.runtime.distributed import DistributedPipeline
 from fxpipe.runtime.memory import Counted, Tally
 from fxpipe.runtime.package import read
 
-OURS = ("1f1b", "interleaved", "zb-v", "auto")
+OURS = ("1f1b", "interleaved", "zb-v", "auto", "lean")
 GOALS = dict(zip(WORKLOADS, [(0.92,), (0.86,), (0.95,)], strict=True))
 # Turns: short steps take their time from what else the machine does.
 ROUNDS = dict(zip(WORKLOADS, (30, 150, 15), strict=True))
 TOPOLOGY = "2:eth10"  # as TCP between processes of a host, about
+TRIED = 5  # steps of each of theirs, to see which is the fastest
 SKIPPING = {"interleaved": "interleaved", "zb-v": "ZBV"}  # ours and theirs, for the U-Net
 
 
@@ -60,7 +61,7 @@ def named(schedule: str) -> str:
 
 
 # Packages that run through torch.compile too, by what they are called then.
-COMPILED = {named(f"{schedule}, compiled"): schedule for schedule in ("1f1b", "auto")}
+COMPILED = {named(f"{schedule}, compiled"): schedule for schedule in ("1f1b", "auto", "lean")}
 # And those schedules of theirs that halve no backward, but GPipe.
 THEIRS_COMPILED = {f"{schedule}, compiled": schedule for schedule in ("1F1B", "interleaved")}
 
@@ -68,10 +69,14 @@ THEIRS_COMPILED = {f"{schedule}, compiled": schedule for schedule in ("1F1B", "i
 class Both(Rank):
     """A rank of both."""
 
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self._ours: dict[str, DistributedPipeline] = {}
+
     def prepare_ours(self, folder: Path, compiled: bool) -> None:
         """Load the packages in the folder; or those that are compiled, and compile theirs too."""
         eager = {named(path.name): path.name for path in sorted(folder.iterdir())}
-        self._ours: dict[str, DistributedPipeline] = {
+        self._ours = {
             name: fxpipe.load(folder / schedule, distributed=True, compile=compiled)
             for name, schedule in (COMPILED if compiled else eager).items()
         }
@@ -164,48 +169,65 @@ def unet() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 class Measured(NamedTuple):
-    """Milliseconds of each step, bytes of the fuller rank, and predicted ms, by who makes it."""
+    """Milliseconds of each step, and bytes of the fuller rank, by who makes it."""
 
     times: dict[str, list[float]]
     peaks: dict[str, int]
-    predicted: dict[str, float]
 
 
-def measure(work: Workload, compiled: bool, rounds: int) -> Measured:
-    """Those of a workload, eager or through torch.compile; theirs that are eager in both."""
-    model = blocks(work.hidden, work.layers)
-    x, target = batch(work.hidden, work.rows, work.sequence)
-    ours = COMPILED if compiled else {named(schedule): schedule for schedule in OURS}
-    names = [*ours, *SCHEDULES, *(THEIRS_COMPILED if compiled else ())]
-    peer = Peer(Both)
+class Work:
+    """A workload: the plain model, and our packages in a folder; `predicted` are their ms."""
 
-    def plain() -> float:
-        return plain_step(model, x, target, work.m)
+    def __init__(self, work: Workload, folder: Path) -> None:
+        self._work = work
+        self._model = blocks(work.hidden, work.layers)
+        self._x, self._target = batch(work.hidden, work.rows, work.sequence)
+        self._packages, self._gradients = folder / "packages", folder / "gradients"
+        self._loss = self._plain()
+        torch.save({name: p.grad for name, p in self._model.named_parameters()}, self._gradients)
+        compile = Compiling(
+            self._model, self._x, self._target, loss_fn, work.m, self._packages, TOPOLOGY
+        )
+        room = f"{self._room()}B"
+        self.predicted: dict[str, float] = {}
+        for name in OURS:
+            out = compile("auto", room, name) if name == "lean" else compile(name)
+            self.predicted[named(name)] = read(out).estimate.step_ms
 
-    with tempfile.TemporaryDirectory() as folder:
-        packages, gradients = Path(folder) / "packages", Path(folder) / "gradients"
-        compile = Compiling(model, x, target, loss_fn, work.m, packages, TOPOLOGY)
-        predicted = {
-            name: read(compile(schedule)).estimate.step_ms for name, schedule in ours.items()
-        }
-        peer.prepare(*work)
-        peer.ask("prepare_ours", packages, compiled)
-        expected = plain()
-        torch.save({name: p.grad for name, p in model.named_parameters()}, gradients)
+    def measure(self, compiled: bool, rounds: int) -> Measured:
+        """Steps, eager or through torch.compile; theirs that are eager in both."""
+        peer = Peer(Both)
+        peer.prepare(*self._work)
+        peer.ask("prepare_ours", self._packages, compiled)
+        names = [*(COMPILED if compiled else map(named, OURS)), *SCHEDULES]
+        names += THEIRS_COMPILED if compiled else ()
         for name in names:
             loss = peer.step(name)[1]
-            same(name, max(peer.difference(gradients), abs(loss - expected) / abs(expected)))
-    # While memory is counted, stages of torch.compile run op by op, like the others.
-    peaks = {} if compiled else {name: max(peer.ask("peak", name)) for name in names}
+            away = abs(loss - self._loss) / abs(self._loss)
+            same(name, max(peer.difference(self._gradients), away))
+        # While memory is counted, stages of torch.compile run op by op, like the others.
+        peaks = {} if compiled else {name: max(peer.ask("peak", name)) for name in names}
+        times: dict[str, list[float]] = {name: [] for name in ("plain", *names)}
+        for _ in range(rounds):
+            self._model.zero_grad()
+            times["plain"].append(milliseconds(self._plain))
+            for name in random.sample(names, len(names)):
+                times[name].append(peer.step(name)[0])
+        peer.close()
+        return Measured(times, peaks)
 
-    times: dict[str, list[float]] = {name: [] for name in ("plain", *names)}
-    for _ in range(rounds):
-        model.zero_grad()
-        times["plain"].append(milliseconds(plain))
-        for name in random.sample(names, len(names)):
-            times[name].append(peer.step(name)[0])
-    peer.close()
-    return Measured(times, peaks, predicted)
+    def _plain(self) -> float:
+        return plain_step(self._model, self._x, self._target, self._work.m)
+
+    def _room(self) -> int:
+        """The bytes of the fuller rank under the fastest of their schedules."""
+        peer = Peer(Both)
+        peer.prepare(*self._work)
+        times = {name: [peer.step(name)[0] for _ in range(1 + TRIED)][1:] for name in SCHEDULES}
+        best = min(times, key=lambda name: statistics.median(times[name]))
+        room: int = max(peer.ask("peak", best))
+        peer.close()
+        return room
 
 
 def peak_table(measured: dict[Workload, Measured]) -> str:
@@ -218,13 +240,15 @@ def peak_table(measured: dict[Workload, Measured]) -> str:
     return "\n".join(lines)
 
 
-def prediction_table(measured: dict[Workload, Measured]) -> str:
+def prediction_table(
+    predicted: dict[Workload, dict[str, float]], measured: dict[Workload, Measured]
+) -> str:
     """What plan.json says of each step, and the measured median."""
-    names = list(next(iter(measured.values())).predicted)
+    names = list(next(iter(predicted.values())))
     lines = [f"| h, layers, batch, sequence, m | {' | '.join(names)} |"]
     lines.append("| --- |" + " ---: |" * len(names))
     for work, found in measured.items():
-        pairs = [(found.predicted[name], statistics.median(found.times[name])) for name in names]
+        pairs = [(predicted[work][name], statistics.median(found.times[name])) for name in names]
         cells = [f"{ms:.0f} / {really_ms:.0f}" for ms, really_ms in pairs]
         lines.append(f"| {', '.join(map(str, work))} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -287,26 +311,30 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="keep it in DISTRIBUTED.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    eager, compiled, goals, rounds = {}, {}, {}, {}
+    eager, compiled, predicted, goals, rounds = {}, {}, {}, {}, {}
     for k in options.workloads:
         work = WORKLOADS[k]._replace(**({"rows": options.rows} if options.rows else {}))
         rounds[work] = options.rounds or ROUNDS[WORKLOADS[k]]
         goals[work] = GOALS[WORKLOADS[k]]
-        eager[work] = measure(work, False, rounds[work])
-        print(tables({work: eager[work].times}, SCHEDULES, goals), flush=True)
-        if options.compile:
-            compiled[work] = measure(work, True, rounds[work])
+        with tempfile.TemporaryDirectory() as folder:
+            prepared = Work(work, Path(folder))
+            predicted[work] = prepared.predicted
+            eager[work] = prepared.measure(False, rounds[work])
+            print(tables({work: eager[work].times}, SCHEDULES, goals), flush=True)
+            if options.compile:
+                compiled[work] = prepared.measure(True, rounds[work])
+                print(compiled_tables({work: compiled[work]}), flush=True)
     text = (
         f"# Two processes\n\n{machine()}.\n"
         "fxpipe under `load(..., distributed=True)` and torch.distributed.pipelining in the same "
         "two gloo processes of one\nthread each. Milliseconds of a training step in "
         f"{', '.join(map(str, rounds.values()))} turns, each in random order; plain is one "
         "thread,\nmicro-batch by micro-batch; limit is plain on two ranks with the bubble of "
-        "1F1B.\n"
+        "1F1B; lean is auto\nin the memory of the fastest of theirs.\n"
         f"Made by `python benchmarks/distributed.py{' --compile' * options.compile} --write`.\n\n"
         f"{tables({work: found.times for work, found in eager.items()}, SCHEDULES, goals)}\n\n"
         "Milliseconds that plan.json says, and the medians:\n\n"
-        f"{prediction_table(eager)}\n\n"
+        f"{prediction_table(predicted, eager)}\n\n"
         "What the fuller rank holds at its fullest: its parameters, and the memory of all tensors "
         "that its ops make;\nfxpipe's with copies of the micro-batches that it reads.\n\n"
         f"{peak_table(eager)}\n\n"
