@@ -11,16 +11,20 @@ Whatever the plan, for each number of devices that work:
 5. Micro-batches follow one another through each atom (search_flow.py).
 6. The device of an atom does each of its actions m times, after what has to come before the first
    of them and before what has to come after the last.
+7. All of an atom's work is one device's: long ones do not go into devices' time without a rest.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fxpipe.ir import Chain, Network
 from fxpipe.passes.search_atoms import Atoms, atoms_of
 from fxpipe.passes.search_flow import following_ms
 from fxpipe.passes.search_ramp import ramp_ms
+
+_Floats = NDArray[np.float64]
 
 
 def lower_bound_ms(
@@ -62,9 +66,11 @@ def lower_bound_ms(
         idle_ms = following_ms(atoms, used, m)
         if 1 < used >= m:
             idle_ms = max(idle_ms, ramp_ms(atoms, used, m))
-        if (work_ms + idle_ms) / used <= bounds[used - 1]:
+        begins_ms = before[:used] + atoms.hops_there[:used]
+        longer_ms = max((work_ms + idle_ms) / used, packed_ms(atoms, m, begins_ms))
+        if longer_ms <= bounds[used - 1]:
             break
-        bounds[used - 1] = (work_ms + idle_ms) / used
+        bounds[used - 1] = longer_ms
     return float(min(bounds)) * (1 - 1e-9)
 
 
@@ -90,6 +96,27 @@ def most_forward_ms(atoms: Atoms, n_microbatches: int, free_bytes: int) -> float
         rise = (share - n_bytes[inside]) / (n_bytes[k] - n_bytes[inside])
         best_ms = max(best_ms, float((ms[inside] + rise * (ms[k] - ms[inside])).max()))
     return n_microbatches * best_ms
+
+
+def packed_ms(atoms: Atoms, n_microbatches: int, begins: _Floats) -> float:
+    """The step in which devices that begin then have room for all atoms, each on one of them.
+
+    As many whole units as atoms have each by itself, or more, devices have (a dual feasible
+    function of bin packing; Fekete and Schepers, Math. Programming 2001). Each atom's time is one.
+    """
+    loads = n_microbatches * (atoms.forward + atoms.backward)
+    n_devices = np.arange(1, len(begins) + 1)
+    step_ms = 0.0
+    for unit in np.unique(loads[loads > 0]) * (1 - 1e-9):
+        n_units = int((loads // unit).sum())
+        # Those of the first devices would have room by then, but for what is left of each.
+        ms = float(np.min((n_units * unit + np.cumsum(begins)) / n_devices))
+        whole = np.maximum((ms - begins) // unit, 0)
+        missing = n_units - int(whole.sum())
+        if missing > 0:
+            ms = float(np.sort(begins + (whole + 1) * unit)[missing - 1])
+        step_ms = max(step_ms, ms)
+    return step_ms
 
 
 def longest_atom_ms(atoms: Atoms, n_microbatches: int, there_ms: float, back_ms: float) -> float:

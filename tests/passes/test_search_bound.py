@@ -13,7 +13,9 @@ from fxpipe.passes import order
 from fxpipe.passes.order_cpsat import solve
 from fxpipe.passes.order_problem import OrderProblem
 from fxpipe.passes.partition_stages import stage_costs
+from fxpipe.passes.search_atoms import atoms_of
 from fxpipe.passes.search_bound import bytes_free, lower_bound_ms
+from fxpipe.passes.search_flow import following_ms
 from fxpipe.schedule import Action, Kind, Schedule
 
 FREE = Network(Link(0.0, 1e30))
@@ -26,18 +28,35 @@ def equal(n: int, ms: float = 1.0, n_bytes: int = 0) -> Chain:
 
 
 def bound(chain: Chain, p: int, m: int, network: Network = FREE, free: int | None = None) -> float:
-    return lower_bound_ms(chain, tuple(range(len(chain.blocks) + 1)), p, m, network, free)
+    return lower_bound_ms(chain, edges(chain), p, m, network, free)
+
+
+def edges(chain: Chain) -> tuple[int, ...]:
+    return tuple(range(len(chain.blocks) + 1))
 
 
 def test_work_heads_and_the_way_there_and_back() -> None:
     chain = equal(8, 0.5)
+    shorter = replace(chain.blocks[7], backward_ms=0.9375)
 
-    # 96 ms of work, and the k-th device waits for k forwards: 3 ms in all.
-    assert bound(chain, 4, 8) == pytest.approx((96 + 3) / 4)
+    # 95.5 ms of work, and the second device waits for a forward.
+    assert bound(plain([*chain.blocks[:7], shorter]), 2, 8) == pytest.approx((95.5 + 0.5) / 2)
     # One micro-batch goes there and back.
     assert bound(chain, 4, 1) == pytest.approx(4 + 4 + 0.5)
     # One device does it all.
     assert bound(chain, 1, 8) == pytest.approx(96)
+
+
+def test_a_block_is_one_devices() -> None:
+    # Of eight blocks of 12 ms one device has three, or the last to begin has two.
+    assert bound(equal(8, 0.5), 4, 8) == pytest.approx(1.5 + 2 * 12)
+    # Of nine blocks one has three, and the first can.
+    assert bound(equal(9, 0.5), 4, 8) == pytest.approx(3 * 12)
+
+    blocks = equal(9, 0.5).blocks
+    shorter = replace(blocks[0], backward_ms=0.75)
+    # None of them is shorter than 10 ms.
+    assert bound(plain([shorter, *blocks[1:]]), 4, 8) == pytest.approx(3 * 10)
 
 
 def test_a_long_block_keeps_its_device_busy_between_what_is_before_and_after() -> None:
@@ -65,8 +84,9 @@ def test_devices_wait_for_micro_batches_that_begin_one_after_another() -> None:
     first = replace(chain.blocks[0], forward_ms=4.0, backward_ms=0.0, weight_gradient_ms=0.0)
     slow = replace(chain, blocks=(first, *chain.blocks[1:]))
 
-    # 8 of 4 + 48 ms; the second device waits for one begun micro-batch, the fourth for three.
-    assert bound(slow, 4, 8) == pytest.approx((8 * 52 + 4 + 8 + 12) / 4)
+    # The second device waits for one begun micro-batch, the fourth for three.
+    assert following_ms(atoms_of(slow, edges(slow), FREE), 4, 8) == pytest.approx(4 + 8 + 12)
+    assert bound(slow, 4, 8) >= (8 * 52 + 4 + 8 + 12) / 4 * (1 - 1e-9)
     # Of two there is never a third; the forward of one takes 20 ms.
     assert bound(slow, 4, 2) >= (2 * 52 + 4 + 20 + 20) / 4
 
@@ -115,7 +135,7 @@ def test_what_does_not_fit_at_once_waits_for_the_first_gradient() -> None:
 
     # Two devices hold one micro-batch of 2 ms when its gradient comes, after 2 ms.
     assert bound(chain, 2, 4, free=4) == pytest.approx((4 * 6 + 2) / 2)
-    assert bound(chain, 2, 4, free=16) == bound(chain, 2, 4) == pytest.approx((4 * 6 + 0.5) / 2)
+    assert bound(chain, 2, 4, free=16) == bound(chain, 2, 4) == pytest.approx(0.5 + 2 * 6)
 
 
 def test_parameters_count_with_gradients_and_states_each_storage_once() -> None:
