@@ -90,7 +90,9 @@ def measure(name: str) -> Row:
             capture, profile = mock.Mock(return_value=package.capture), package.profile
             row[case] = peaks(package, inputs)
         except Exception as error:
-            row[case] = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+            # Without the place in a file of this machine.
+            told = str(error).splitlines()[0].partition(", at ")[0]
+            row[case] = f"{type(error).__name__}: {told[:80]}"
     return row
 
 
