@@ -12,12 +12,15 @@ from fxpipe.runtime.stream import hold_up, mark, ms_between, synchronize
 # Milliseconds of `run(given())`, but for what `given` takes.
 Clock = Callable[[Callable[[Any], object], Callable[[], Any]], float]
 
-_REPEATS = 5
-_ENOUGH_MS = 50.0  # an op that took this long in all is known well enough
+# An op is timed so often at most, and so often at least: of three times one may be anything on a
+# machine that has something else to do. In between it is enough once they took so long, and in any
+# case where the op takes very long.
+_MOST, _LEAST = 5, 3
+_ENOUGH_MS, _LONG_MS = 50.0, 400.0
 
 
 class StopWatch:
-    """A clock that measures: the median of a few runs on `device`."""
+    """A clock that measures: the median of a few runs on `device`, behind those that warm up."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -25,41 +28,51 @@ class StopWatch:
 
     def __call__(self, run: Callable[[Any], object], given: Callable[[], Any]) -> float:
         """Run until the time is known well enough."""
-        if self._device.type != "cpu":
-            return self._gpus(run, given)
-        times: list[float] = []
-        while len(times) < _REPEATS and sum(times) < _ENOUGH_MS:
-            values = given()
-            start = self._now()
-            run(values)
-            times.append(self._now() - start)
-        return statistics.median(times[1:] or times)
+        if self._device.type == "cpu":
+            warm = [self._host_ms(run, given)]
+            return _median(warm, lambda: self._host_ms(run, given))
+        # A first run sets libraries up, a second tells what the host takes.
+        self._gpu_ms(run, given, 0.0)
+        gpu_ms, launch_ms = self._gpu_ms(run, given, 0.0)
+        return _median([gpu_ms], lambda: self._gpu_ms(run, given, 2 * launch_ms)[0])
 
-    def _now(self) -> float:
+    def _host_ms(self, run: Callable[[Any], object], given: Callable[[], Any]) -> float:
         """Milliseconds of the host.
 
         Where this thread does all the work, only those in which it had a processor: what else the
         machine does is no cost of the op.
         """
-        return 1e3 * (time.thread_time() if self._alone else time.perf_counter())
+        clock = time.thread_time if self._alone else time.perf_counter
+        values = given()
+        start = clock()
+        run(values)
+        return 1e3 * (clock() - start)
 
-    def _gpus(self, run: Callable[[Any], object], given: Callable[[], Any]) -> float:
-        """The GPU's own time, by events; it is held up until the host has launched all.
+    def _gpu_ms(
+        self, run: Callable[[Any], object], given: Callable[[], Any], held_up_ms: float
+    ) -> tuple[float, float]:
+        """The GPU's own time, by events, and what the host takes to launch; the GPU waits for it.
 
-        A first run sets libraries up, a second tells what the host takes.
+        It is held up until then: else what it waits for the host would count.
         """
         on = torch.cuda.current_stream(self._device)
-        times: list[float] = []
-        launch_ms = 0.0
-        while len(times) < 2 + _REPEATS and sum(times[2:]) < _ENOUGH_MS:
-            values = given()
-            synchronize(self._device)
-            hold_up(on, 2 * launch_ms if len(times) > 1 else 0.0)
-            began = time.perf_counter()
-            start = mark(on)
-            run(values)
-            end = mark(on)
-            launch_ms = 1e3 * (time.perf_counter() - began)
-            synchronize(self._device)
-            times.append(ms_between(start, end))
-        return statistics.median(times[2:])
+        values = given()
+        synchronize(self._device)
+        hold_up(on, held_up_ms)
+        began = time.perf_counter()
+        start = mark(on)
+        run(values)
+        end = mark(on)
+        launch_ms = 1e3 * (time.perf_counter() - began)
+        synchronize(self._device)
+        return ms_between(start, end), launch_ms
+
+
+def _median(warm: list[float], time_ms: Callable[[], float]) -> float:
+    """Of as many times as it takes; if there is no time for one, of those that warmed up."""
+    times: list[float] = []
+    while len(times) < _MOST and sum(warm + times) < _LONG_MS:
+        if len(times) >= _LEAST and sum(times) >= _ENOUGH_MS:
+            break
+        times.append(time_ms())
+    return statistics.median(times or warm)
