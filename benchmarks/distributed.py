@@ -175,7 +175,7 @@ class Measured(NamedTuple):
     peaks: dict[str, int]
 
 
-class Work:
+class Prepared:
     """A workload: the plain model, and our packages in a folder; `predicted` are their ms."""
 
     def __init__(self, work: Workload, folder: Path) -> None:
@@ -317,7 +317,7 @@ def main() -> None:
         rounds[work] = options.rounds or ROUNDS[WORKLOADS[k]]
         goals[work] = GOALS[WORKLOADS[k]]
         with tempfile.TemporaryDirectory() as folder:
-            prepared = Work(work, Path(folder))
+            prepared = Prepared(work, Path(folder))
             predicted[work] = prepared.predicted
             eager[work] = prepared.measure(False, rounds[work])
             print(tables({work: eager[work].times}, SCHEDULES, goals), flush=True)

@@ -12,9 +12,8 @@ from fxpipe.runtime.stream import hold_up, mark, ms_between, synchronize
 # Milliseconds of `run(given())`, but for what `given` takes.
 Clock = Callable[[Callable[[Any], object], Callable[[], Any]], float]
 
-# An op is timed so often at most, and so often at least: of three times one may be anything on a
-# machine that has something else to do. In between it is enough once they took so long, and in any
-# case where the op takes very long.
+# Of three times one may be anything, on a machine that has something else to do. More than that are
+# taken of short ops, fewer of ops that take very long.
 _MOST, _LEAST = 5, 3
 _ENOUGH_MS, _LONG_MS = 50.0, 400.0
 
@@ -29,12 +28,12 @@ class StopWatch:
     def __call__(self, run: Callable[[Any], object], given: Callable[[], Any]) -> float:
         """Run until the time is known well enough."""
         if self._device.type == "cpu":
-            warm = [self._host_ms(run, given)]
-            return _median(warm, lambda: self._host_ms(run, given))
+            self._host_ms(run, given)
+            return _median(lambda: self._host_ms(run, given))
         # A first run sets libraries up, a second tells what the host takes.
         self._gpu_ms(run, given, 0.0)
-        gpu_ms, launch_ms = self._gpu_ms(run, given, 0.0)
-        return _median([gpu_ms], lambda: self._gpu_ms(run, given, 2 * launch_ms)[0])
+        _, launch_ms = self._gpu_ms(run, given, 0.0)
+        return _median(lambda: self._gpu_ms(run, given, 2 * launch_ms)[0])
 
     def _host_ms(self, run: Callable[[Any], object], given: Callable[[], Any]) -> float:
         """Milliseconds of the host.
@@ -51,9 +50,9 @@ class StopWatch:
     def _gpu_ms(
         self, run: Callable[[Any], object], given: Callable[[], Any], held_up_ms: float
     ) -> tuple[float, float]:
-        """The GPU's own time, by events, and what the host takes to launch; the GPU waits for it.
+        """The GPU's own milliseconds, by events, and the host's, to launch.
 
-        It is held up until then: else what it waits for the host would count.
+        The GPU is held up until all is launched: else what it waits for the host would count.
         """
         on = torch.cuda.current_stream(self._device)
         values = given()
@@ -68,11 +67,9 @@ class StopWatch:
         return ms_between(start, end), launch_ms
 
 
-def _median(warm: list[float], time_ms: Callable[[], float]) -> float:
-    """Of as many times as it takes; if there is no time for one, of those that warmed up."""
-    times: list[float] = []
-    while len(times) < _MOST and sum(warm + times) < _LONG_MS:
-        if len(times) >= _LEAST and sum(times) >= _ENOUGH_MS:
-            break
+def _median(time_ms: Callable[[], float]) -> float:
+    """Of as many times as it takes."""
+    times = [time_ms()]
+    while len(times) < _MOST and sum(times) < (_LONG_MS if len(times) < _LEAST else _ENOUGH_MS):
         times.append(time_ms())
-    return statistics.median(times or warm)
+    return statistics.median(times)

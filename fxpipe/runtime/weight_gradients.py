@@ -148,8 +148,7 @@ def _factor(node: Node, k: int) -> tuple[Tensor | None, bool]:
 
 def _are(weights: Sequence[Tensor], *leaves: Tensor | None) -> bool:
     """Whether the leaves are all the weights there are, each once."""
-    ids = [id(leaf) for leaf in leaves if leaf is not None]
-    return len(ids) == len(weights) and {id(weight) for weight in weights} == set(ids)
+    return sorted(map(id, weights)) == sorted(id(leaf) for leaf in leaves if leaf is not None)
 
 
 def _is_plain(weight: Tensor) -> bool:

@@ -23,7 +23,6 @@ def test_a_node_comes_after_all_below_it() -> None:
 
 def test_a_node_is_below_once_for_each_edge() -> None:
     x = torch.randn(3, requires_grad=True).sin()
-
     square = (x * x).grad_fn
 
     assert nodes_below([square])[square] == [x.grad_fn, x.grad_fn]
