@@ -16,8 +16,9 @@ class Atoms:
     """Times of each atom on one micro-batch. `back` is what of the backward others wait for.
 
     `before[k]` is the forward of the first k atoms, `after[k]` the `back` of the last k.
-    `hops_there[k]` is the least that k messages between stages take in one micro-batch's forward,
-    `hops_back[k]` in its backward.
+    `messages[k]` is the least that the message behind atom k takes in one micro-batch's forward, if
+    a stage ends there; `hops_there[k]` the least that k of them take, `hops_back[k]` k in its
+    backward.
     """
 
     forward: _Floats
@@ -26,6 +27,7 @@ class Atoms:
     saved: _Floats
     before: _Floats
     after: _Floats
+    messages: _Floats
     hops_there: _Floats
     hops_back: _Floats
 
@@ -50,6 +52,7 @@ def atoms_of(chain: Chain, edges: tuple[int, ...], network: Network) -> Atoms:
     backward = by_atom([block.backward_ms for block in blocks])
     back = backward - by_atom([block.weight_gradient_ms for block in blocks])
     back[~_always_sends_back(chain, atom_of)] = 0.0
+    messages = _message_ms(chain.values, atom_of, network)
     return Atoms(
         forward,
         backward,
@@ -57,7 +60,8 @@ def atoms_of(chain: Chain, edges: tuple[int, ...], network: Network) -> Atoms:
         by_atom(saved),
         np.concatenate(([0.0], np.cumsum(forward))),
         np.concatenate(([0.0], np.cumsum(back[::-1]))),
-        _least_sums(_message_ms(chain.values, atom_of, network)),
+        messages,
+        _least_sums(messages),
         _least_sums(_message_ms([v for v in chain.values if v.gradient], atom_of, network)),
     )
 

@@ -7,7 +7,8 @@ Whatever the plan, for each number of devices that work:
 3. Until the first micro-batch has come to the chain's end and back to a device, that device can do
    forwards only: those of all devices together last no longer than m times the chain's, nor than
    those whose saved bytes fit at once.
-4. Small stages let devices begin soon, but cost messages (search_ramp.py).
+4. Small stages let devices begin soon, and micro-batches follow one another soon, but cost messages
+   (search_ramp.py, search_pace.py).
 5. Micro-batches follow one another through each atom (search_flow.py).
 6. The device of an atom does each of its actions m times, after what has to come before the first
    of them and before what has to come after the last.
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from fxpipe.ir import Chain, Network
 from fxpipe.passes.search_atoms import Atoms, atoms_of
 from fxpipe.passes.search_flow import following_ms
+from fxpipe.passes.search_pace import pace_ms
 from fxpipe.passes.search_ramp import ramp_ms
 
 _Floats = NDArray[np.float64]
@@ -65,7 +67,7 @@ def lower_bound_ms(
         used = 1 + int(np.argmin(bounds))
         idle_ms = following_ms(atoms, used, m)
         if 1 < used >= m:
-            idle_ms = max(idle_ms, ramp_ms(atoms, used, m))
+            idle_ms = max(idle_ms, ramp_ms(atoms, used, m), pace_ms(atoms, used, m))
         begins_ms = before[:used] + atoms.hops_there[:used]
         longer_ms = max((work_ms + idle_ms) / used, packed_ms(atoms, m, begins_ms))
         if longer_ms <= bounds[used - 1]:

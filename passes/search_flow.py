@@ -21,7 +21,7 @@ def following_ms(atoms: Atoms, n_devices: int, n_microbatches: int) -> float:
     """The least that so many devices wait in all, in ms, until the busiest time of the turn."""
     end_ms = float(atoms.before[-1] + atoms.hops_there[n_devices - 1])
     there = np.linspace(0.0, end_ms, _TIMES)
-    back = np.linspace(0.0, atoms.after[-1], _TIMES)
+    back = turn_times(atoms)
     most_there = forwards_by(atoms, n_microbatches, there)
     most_back = forwards_by(atoms, n_microbatches, end_ms + back)
     most_back += backwards_by(atoms, n_microbatches, back)
@@ -31,8 +31,13 @@ def following_ms(atoms: Atoms, n_devices: int, n_microbatches: int) -> float:
 
 def turn_ms(atoms: Atoms, n_devices: int, n_microbatches: int) -> float:
     """What devices wait at least from the first micro-batch's end on, all forwards being done."""
-    times = np.linspace(0.0, atoms.after[-1], _TIMES)
+    times = turn_times(atoms)
     return float(np.max(n_devices * times - backwards_by(atoms, n_microbatches, times)))
+
+
+def turn_times(atoms: Atoms) -> _Floats:
+    """Times to look at, after the first micro-batch has come to the chain's end."""
+    return np.linspace(0.0, atoms.after[-1], _TIMES)
 
 
 def forwards_by(atoms: Atoms, n_microbatches: int, times: _Floats) -> _Floats:

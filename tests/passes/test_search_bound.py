@@ -16,6 +16,8 @@ from fxpipe.passes.partition_stages import stage_costs
 from fxpipe.passes.search_atoms import atoms_of
 from fxpipe.passes.search_bound import bytes_free, lower_bound_ms
 from fxpipe.passes.search_flow import following_ms
+from fxpipe.passes.search_judge import Candidate, Judge, SearchProblem
+from fxpipe.passes.search_pace import pace_ms
 from fxpipe.schedule import Action, Kind, Schedule
 
 FREE = Network(Link(0.0, 1e30))
@@ -124,10 +126,34 @@ def test_smaller_stages_begin_sooner_but_cost_messages() -> None:
     slow = Network(Link(0.25, 1e30))
     bounds = [bound(equal(n, 24 / n, n_bytes=1), 2, 2, slow) for n in (2, 4, 8, 16, 96)]
 
-    assert bounds == sorted(bounds, reverse=True)
+    assert bounds == pytest.approx(sorted(bounds, reverse=True), rel=1e-6)
     # With many, each device still waits for the messages of each micro-batch.
     assert bounds[-1] > 72 + 2
     assert bound(equal(96, 24 / 96), 2, 2) < 72 + 1
+
+
+def test_the_longest_stage_sets_the_pace() -> None:
+    chain = equal(4, n_bytes=1)
+
+    def waiting_ms(latency_ms: float) -> float:
+        return pace_ms(atoms_of(chain, edges(chain), Network(Link(latency_ms, 1e30))), 2, 2)
+
+    # Of two micro-batches one is late by a block, each has come through two messages;
+    assert waiting_ms(0.1) == pytest.approx(1 + 2 * 0.2, rel=0.01)
+    # or by two, where stages are longer.
+    assert waiting_ms(0.5) == pytest.approx(2, rel=0.01)
+
+
+def test_a_long_block_at_the_end_makes_nobody_late_by_more_than_what_is_left() -> None:
+    blocks = [block(f"b{k}", 0.5, 1.0, saved=1, weight_gradient_ms=0.5) for k in range(24)]
+    blocks[-1] = replace(blocks[-1], forward_ms=3.0)
+    chain = plain(blocks)
+
+    # The fourth has 3 ms left when the first is through, so the pace is 1 ms. Most wait until 4 ms
+    # after that: then all forwards are done, and 7.5 ms of backwards of the first, 0.5 ms of the
+    # second, which came 3.5 ms later.
+    least_ms = 4 * 4 - 7.5 - 0.5
+    assert pace_ms(atoms_of(chain, edges(chain), FREE), 4, 4) == pytest.approx(least_ms, rel=1e-2)
 
 
 def test_what_does_not_fit_at_once_waits_for_the_first_gradient() -> None:
@@ -222,3 +248,31 @@ def test_no_named_schedule_is_shorter(name: str, loops: int) -> None:
     problem = OrderProblem(stages, messages, network, table.stage_to_device, (10**6,) * 4, never)
 
     assert bound(chain, 4, 4, network) <= problem.rank(table)[1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_is_shorter_however_it_cuts_uneven_blocks(seed: int) -> None:
+    random = Random(seed)
+    p, n = random.choice([2, 3, 4]), 14
+    costs = [random.choice([0.2, 0.5, 1.0, 1.0, 4.0]) for _ in range(n)]
+    blocks = [
+        block(f"b{k}", ms, 2 * ms, saved=1, weight_gradient_ms=ms) for k, ms in enumerate(costs)
+    ]
+    values = plain(blocks, 10).values
+    uneven = [replace(value, bytes=random.choice([0, 10, 50])) for value in values]
+    chain, network = Chain(tuple(blocks), tuple(uneven), (True,) * n), Network(Link(0.02, 100.0))
+    problem = SearchProblem(
+        chain, edges(chain), p, p, network, (10**6,) * p, 0.0, recompute=False, loops=(n,)
+    )
+    judge, least_ms = Judge(problem), bound(chain, p, p, network)
+
+    for _ in range(300):
+        n_stages = random.randint(p, n)
+        cuts = sorted(random.sample(range(1, n), n_stages - 1))
+        first = random.randrange(p)
+        devices = tuple(
+            (first + j) % p if random.random() < 0.9 else random.randrange(p)
+            for j in range(n_stages)
+        )
+        candidate = Candidate((0, *cuts, n), devices, (0,) * n_stages, p)
+        assert least_ms <= judge(candidate, (1, p), 2).worth[1]
