@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxpipe.errors import InputError
+from fxpipe.precision import in_precision
+from fxpipe.runtime.backward import differentiable
 
 _LARGE_BYTES = 64 * 1024**2
 _META = torch.device("meta")
@@ -83,7 +85,7 @@ def lacks_memory(model: nn.Module) -> bool:
 def faked(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator["Faked"]:
     """Meanwhile all parameters, buffers and tensor attributes of `model` are fake ones.
 
-    With `dtype`, as `model.to(dtype)` would leave them.
+    With `dtype`, in this precision.
     """
     fake = Faked()
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -121,7 +123,7 @@ class Faked:
         self._made = WeakIdKeyDictionary()
 
     def __call__(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The fake tensor of `tensor`, where it is made in `dtype` if it is of floating point."""
+        """The fake tensor of `tensor`, in the precision of `dtype` where it is made, if given."""
         if tensor not in self._made:
             if tensor.is_meta:
                 with self.mode:
@@ -132,8 +134,8 @@ class Faked:
                     made = nn.Parameter(made.detach(), tensor.requires_grad)
             else:
                 made = self.mode.from_tensor(tensor)
-            if dtype is not None and tensor.is_floating_point():
-                wider = made.detach().to(dtype)
+            if dtype is not None and differentiable(tensor):
+                wider = in_precision(made.detach(), dtype)
                 trained = tensor.requires_grad
                 is_state = isinstance(tensor, nn.Parameter)
                 made = nn.Parameter(wider, trained) if is_state else wider.requires_grad_(trained)

@@ -19,6 +19,7 @@ from fxpipe.difference import Difference, compare
 from fxpipe.errors import InputError
 from fxpipe.interpret import untouched
 from fxpipe.loss import loss_of
+from fxpipe.precision import in_precision, set_precision
 from fxpipe.runtime import Pipeline, Runner, load
 from fxpipe.runtime.backward import differentiable
 from fxpipe.runtime.fit import sizes_of
@@ -66,7 +67,7 @@ def verify(
     TargetError, WeightsError and PackageError. A package of a part of the model is spliced into it.
     """
     torch_dtype = getattr(torch, dtype)
-    pipe = load(package).to(torch_dtype)
+    pipe = set_precision(load(package), torch_dtype)
     rows = pipe.manifest.batch if batch is None else batch
     differences: list[Difference] = []
 
@@ -77,7 +78,7 @@ def verify(
         verify_part(pipe, target, rows, torch_dtype, SEED, note)
         m = pipe.manifest.microbatches
         return Verification(dtype, rows, m, TOLERANCE[dtype], tuple(differences))
-    plain = target.build().to(torch_dtype)
+    plain = set_precision(target.build(), torch_dtype)
     case = _case(target, pipe.manifest, rows, torch_dtype)
     start = copy.deepcopy(plain.state_dict())
 
@@ -259,7 +260,7 @@ def _case(target: Target, manifest: Manifest, rows: int, dtype: torch.dtype) -> 
     # In the order of the signature, in which the manifest lists the inputs.
     kwargs = {name: made.kwargs[name] for name in manifest.signature if name in made.kwargs}
     structure, tensors = describe(((made.args, {**kwargs, **made.kwargs}), target.targets(rows)))
-    tensors = [t.to(dtype) if t.is_floating_point() else t for t in tensors]
+    tensors = [in_precision(tensor, dtype) for tensor in tensors]
     batched = [spec.batched for spec in manifest.inputs]
     if len(batched) > len(tensors):
         raise InputError(

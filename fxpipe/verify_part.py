@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.loss import loss_of
+from fxpipe.precision import in_precision, set_precision
 from fxpipe.runtime import Pipeline, Runner, splice
 from fxpipe.runtime.random import microbatch_seeds
 from fxpipe.runtime.runner import cut
@@ -24,11 +25,11 @@ def verify_part(
 
     Both draw the same random numbers, and take the same branches.
     """
-    plain = target.build().to(dtype)
-    spliced = splice(target.build().to(dtype), pipe)
+    plain = set_precision(target.build(), dtype)
+    spliced = splice(set_precision(target.build(), dtype), pipe)
     made = target.inputs(rows)
     structure, tensors = describe(((made.args, made.kwargs), target.targets(rows)))
-    batch = rebuild(structure, [t.to(dtype) if t.is_floating_point() else t for t in tensors])
+    batch = rebuild(structure, [in_precision(tensor, dtype) for tensor in tensors])
     m = pipe.manifest.microbatches
     runner = Runner(m)
 

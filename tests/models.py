@@ -206,16 +206,20 @@ class Cached(nn.Module):
 
 
 class Waves(nn.Module):
-    """Complex numbers go from layer to layer, and out."""
+    """Complex numbers go from layer to layer, and out; some are weights, some a buffer."""
+
+    offsets: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 6)
         self.turns = nn.Parameter(torch.randn(3))
+        self.mix = nn.Parameter(torch.randn(3, 3, dtype=torch.complex64))
+        self.register_buffer("offsets", torch.randn(3, dtype=torch.complex64))
         self.last = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         waves = torch.view_as_complex(self.first(x).view(-1, 3, 2))
         waves = waves * torch.polar(torch.ones_like(self.turns), self.turns)
-        waves = waves.conj() * waves.abs()
+        waves = (waves.conj() * waves.abs()) @ self.mix + self.offsets
         return self.last(torch.view_as_real(waves.resolve_conj()).flatten(1)), waves

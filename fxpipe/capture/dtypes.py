@@ -16,6 +16,7 @@ from fxpipe.capture.edit import Flags, Trace, kind_of, leaves_of, ops_of
 from fxpipe.capture.follow import follow
 from fxpipe.errors import FxpipeError
 from fxpipe.interpret import DTYPE, limit, model_dtype
+from fxpipe.precision import in_precision, set_precision
 
 _LIMITS = ("min", "max", "eps", "tiny")
 
@@ -41,7 +42,7 @@ def open_dtypes(
     held = [leaf for node in ops_of(graph) for leaf in leaves_of(node)]
     if not any(isinstance(leaf, float | torch.dtype) and leaf in swaps for leaf in held):
         return
-    wider = [tensor.to(other) if tensor.is_floating_point() else tensor for tensor in tensors]
+    wider = [in_precision(tensor, other) for tensor in tensors]
     followed = follow(graph, model, modules, state, wider, swaps, other)
     if followed is not None:
         for node, value in followed.values.items():
@@ -50,7 +51,7 @@ def open_dtypes(
             _open(graph, node, [swaps.get(leaf) for leaf in _constants(node)], own, other)
         return
     try:
-        twin, _ = trace(copy.deepcopy(model).to(other), wider)
+        twin, _ = trace(set_precision(copy.deepcopy(model), other), wider)
     except (FxpipeError, RuntimeError):
         return
     if [*map(kind_of, ops_of(graph))] != [*map(kind_of, ops_of(twin))]:
