@@ -31,6 +31,7 @@ from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.manifest import OptimizerSpec
 from fxpipe.runtime.stream import Devices, parse_devices
 from fxpipe.schedule import Schedule
+from fxpipe.schedule_check import check
 from fxpipe.settings import (
     check_costs,
     check_settings,
@@ -188,6 +189,8 @@ def compile(
         optimizer=OptimizerSpec(str(optimizer), training_factor),
         candidates=candidates,
     )
+    # Of a table that was given, nobody knew yet which stages write buffers.
+    check(plan.schedule, manifest.stage_to_device, manifest.microbatches, manifest.written)
     return Package(manifest, captured, costs, chain, plan, wiring, files, line.seconds)
 
 

@@ -1,6 +1,6 @@
 """Whether a table can run: every broken rule, and the table with the wrong cells marked."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule import Action, Kind, Schedule
@@ -10,14 +10,22 @@ _AROUND = 6  # cells that are shown before and after a wrong one
 Wrong = tuple[int, int]  # device, place in its row
 
 
-def check(schedule: Schedule, stage_to_device: Sequence[int], n_microbatches: int) -> None:
+def check(
+    schedule: Schedule,
+    stage_to_device: Sequence[int],
+    n_microbatches: int,
+    written: Mapping[int, str],
+) -> None:
     """Raise ScheduleError, naming every broken rule, unless the table can run.
 
     Rules: each stage's F of each micro-batch stands once, and its B once, or its I and its W, in
     the row of the stage's device; nothing else stands there; run in order, row by row, no device
-    waits forever.
+    waits forever. `written` has, by stage, a buffer that its F writes if it does: such a stage runs
+    its F by number of the micro-batch, as the model would.
     """
     broken, wrong = _misplaced(schedule, stage_to_device, n_microbatches)
+    if not broken:
+        broken, wrong = _disordered(schedule, written)
     if not broken:
         broken, wrong = _deadlock(schedule)
     if broken:
@@ -80,6 +88,25 @@ def _incomplete(seen: set[Action], j: int, i: int) -> Iterator[str]:
     elif given != weight:
         there, missing = "IW" if given else "WI"
         yield f"{j}{missing}{i} is missing, the other half of {j}{there}{i}"
+
+
+def _disordered(schedule: Schedule, written: Mapping[int, str]) -> tuple[list[str], list[Wrong]]:
+    broken: list[str] = []
+    wrong: list[Wrong] = []
+    for device, row in enumerate(schedule.rows):
+        last: dict[int, Action] = {}
+        for place, action in enumerate(row):
+            if action.kind is not Kind.FORWARD or action.stage not in written:
+                continue
+            before = last.get(action.stage, action)
+            if before.microbatch > action.microbatch:
+                broken.append(
+                    f"{action} comes after {before}, but stage {action.stage} writes the buffer "
+                    f"{written[action.stage]!r}: its F must come by number"
+                )
+                wrong.append((device, place))
+            last[action.stage] = action
+    return broken, wrong
 
 
 def _deadlock(schedule: Schedule) -> tuple[list[str], list[Wrong]]:

@@ -73,7 +73,7 @@ def given(table: Schedule, n_devices: int, n_microbatches: int, loops: int | Non
         broken.append(f"loops: {loops} asked for; the rows already say what a device holds")
     if broken:
         raise ScheduleError("\n  ".join(["the schedule table doesn't fit:", *broken]))
-    check(table, table.stage_to_device, n_microbatches)
+    check(table, table.stage_to_device, n_microbatches, written={})
     return table
 
 

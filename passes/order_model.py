@@ -9,8 +9,9 @@ In whole units of time, each cost rounded down:
 4. A device's memory: saved bytes from the start of F (of I or B, if recomputed) to the end of W or
    B, received ones from the start of the transfer, or of the action that sends them to a stage with
    a workspace, and that while an action runs.
-5. Micro-batches that are recomputed alike, and whose backwards are, are alike, so their actions go
-   by number.
+5. A stage's forwards go by number of the micro-batch, as what they write into buffers has to.
+   Micro-batches that are recomputed alike, and whose backwards are, are alike, so all their actions
+   go by number.
 6. The end of the last interval is minimised.
 
 A message may wait here for room at its receiver, or for another that was sent later, which it does
@@ -19,7 +20,7 @@ not in the simulator: hence a relaxation of it.
 
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
 from fxpipe.passes.order_problem import OrderProblem
@@ -188,6 +189,9 @@ class OrderModel:
 
     def _add_numbering(self) -> None:
         """Rule 5."""
+        for j, i in product(range(len(self.problem.stages)), range(1, self.problem.n_microbatches)):
+            first, second = (Action(j, Kind.FORWARD, k) for k in (i - 1, i))
+            self.model.add(self.starts[second] >= self.ends[first])
         alike: dict[tuple[bool, ...], list[int]] = defaultdict(list)
         stages = range(len(self.problem.stages))
         for i, column in enumerate(zip(*self.problem.recompute, strict=True)):

@@ -2,7 +2,8 @@
 
 To shorten a step, an action has to go to the other end of a run of actions that a longest chain
 holds on one device (Nowicki and Smutnicki, Management Science 42, 1996; moves as in Balas and
-Vazacopoulos, Management Science 44, 1998).
+Vazacopoulos, Management Science 44, 1998). Forwards of one stage keep their order: what they write
+into buffers goes by number of the micro-batch.
 """
 
 import numpy as np
@@ -75,6 +76,17 @@ def reordered_ms(run, row, first, m, ms, wires, heads, tails, starts):  # type: 
         tail += ms[run[k]]
         longest = max(longest, starts[k] + tail)
     return longest
+
+
+@compiled
+def passes_forward(action, others, n, m):  # type: ignore[no-untyped-def]
+    """Whether `action` is a forward and one of the same stage is among the others."""
+    node = action // m
+    if node < n:
+        for other in others:
+            if other != action and other // m == node:
+                return True
+    return False
 
 
 @compiled
@@ -158,7 +170,7 @@ def best_move(  # type: ignore[no-untyped-def]
                 if at == (b if forth else a) or (not forth and at == a + 1 and b == at):
                     continue
                 low, high = (at, b) if forth else (a, at)
-                if high - low > _REACH:
+                if high - low > _REACH or passes_forward(row[at], row[low : high + 1], n, m):
                     continue
                 if not can_pass(
                     row[at], row[high if forth else low], forth, m, ms, wires, heads, tails

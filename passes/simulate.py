@@ -118,7 +118,7 @@ def simulate(
         record,
     )
     if len(ran[0]) < len(rows[1]):
-        check(schedule, tuple(device_of), m)
+        check(schedule, tuple(device_of), m, written={})
     return _simulation(schedule, given.at_rest, ran, record)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.capture import capture
-from fxpipe.errors import InputError, PackageError, WeightsError
+from fxpipe.errors import InputError, PackageError, ScheduleError, WeightsError
 from fxpipe.runtime.portal import Wires
 from fxpipe.verify import verify
 from fxpipe.whole import Whole
@@ -69,6 +69,18 @@ def test_a_package_computes_it_wherever_its_stages_are(kind, schedule, options, 
     assert package.manifest.stage_to_device == table.stage_to_device
     result = verify(package.write(tmp_path / "out"), target_of(kind), batch=10)
     assert result.equal, result
+
+
+def test_micro_batches_change_places_only_where_no_buffer_is_written(tmp_path):
+    swapped = fxpipe.Schedule.from_csv("0F1,0F0,0B1,0B0\n1F1,1B1,1F0,1B0\n")
+
+    def of(kind):
+        options = {"devices": "cpu*2", "microbatches": 2, "schedule": swapped}
+        return compile_flat(kind(), kwargs=MAKERS[kind](8), captured=captured(kind), **options)
+
+    with pytest.raises(ScheduleError, match=r"0F0 comes after 0F1, but stage 0 writes .* 'bn\."):
+        of(models.Norms)
+    assert verify(of(models.Skip).write(tmp_path / "out"), target_of(models.Skip)).equal
 
 
 def test_what_compares_all_rows_is_of_each_micro_batch_and_said_to_be(tmp_path):

@@ -21,11 +21,11 @@ def table(text: str) -> Schedule:
     ],
 )
 def test_a_table_that_can_run_passes(text: str) -> None:
-    check(table(text), (0, 1), 2)
+    check(table(text), (0, 1), 2, {})
 
 
 def test_several_stages_of_a_device_stand_in_one_row() -> None:
-    check(table("0F0,2F0,2B0,0B0\n1F0,1B0"), (0, 1, 0), 1)
+    check(table("0F0,2F0,2B0,0B0\n1F0,1B0"), (0, 1, 0), 1, {})
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_several_stages_of_a_device_stand_in_one_row() -> None:
 )
 def test_every_broken_rule_is_named_and_its_cell_marked(text: str, broken: list[str]) -> None:
     with pytest.raises(ScheduleError) as error:
-        check(table(text), (0, 1), 1)
+        check(table(text), (0, 1), 1, {})
 
     assert str(error.value).splitlines()[1:] == [f"  {line}" for line in broken]
 
@@ -78,7 +78,20 @@ def test_of_a_long_row_what_is_around_the_wrong_cell_is_shown() -> None:
     row = [f"0F{i}" for i in range(20)] + [f"0B{i}" for i in range(20)]
     row[10] = "0F9"
     with pytest.raises(ScheduleError) as error:
-        check(table(",".join(row)), (0,), 20)
+        check(table(",".join(row)), (0,), 20, {})
 
     assert "row 0: ... 0F4 0F5 0F6 0F7 0F8 0F9 [0F9] 0F11" in str(error.value)
     assert str(error.value).endswith("0F16 ...")
+
+
+def test_a_stage_that_writes_buffers_runs_its_forwards_by_number() -> None:
+    swapped = table("0F1,0F0,0B0,0B1\n1F1,1B1,1F0,1B0")
+    check(swapped, (0, 1), 2, {})
+    with pytest.raises(ScheduleError) as error:
+        check(swapped, (0, 1), 2, {1: "norm.running_mean"})
+
+    assert str(error.value).splitlines()[1:] == [
+        "  1F0 comes after 1F1, but stage 1 writes the buffer 'norm.running_mean': its F must come "
+        "by number",
+        "  row 1: 1F1 1B1 [1F0] 1B0",
+    ]

@@ -277,6 +277,12 @@ class Manifest:
         """The index of each stage's device."""
         return tuple(stage.device for stage in self.stages)
 
+    @property
+    def written(self) -> dict[int, str]:
+        """By stage, a buffer that its forward writes, where there is one."""
+        stages = enumerate(self.stages)
+        return {j: stage.mutated_buffers[0] for j, stage in stages if stage.mutated_buffers}
+
 
 def there(mode: Mode, training: bool) -> bool:
     """Whether a value of `mode` is there in train or in eval mode."""

@@ -148,7 +148,7 @@ def _devices(manifest: Manifest, devices: Devices | None) -> tuple[Device, ...]:
 def _schedule(folder: Path, manifest: Manifest, broken: list[str]) -> Schedule:
     try:
         table = Schedule.from_csv(_text(folder, "schedule.csv"))
-        check(table, manifest.stage_to_device, manifest.microbatches)
+        check(table, manifest.stage_to_device, manifest.microbatches, manifest.written)
     except FxpipeError as error:
         broken.append(f"schedule.csv: {error}")
         return Schedule(())

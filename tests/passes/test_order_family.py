@@ -88,7 +88,8 @@ def test_every_member_can_run(p: int, m: int) -> None:
         for group in range(min(p, m) if loops > 1 else 1, m + 1):
             for prefetch in range(m + p):
                 table = family(p, m, loops, group, prefetch)
-                check(table, table.stage_to_device, m)
+                buffers = dict.fromkeys(range(table.n_stages), "buffer")
+                check(table, table.stage_to_device, m, buffers)
 
 
 @pytest.mark.parametrize("group", [0, 2, 9])

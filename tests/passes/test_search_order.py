@@ -43,7 +43,7 @@ def planned(
 
 @pytest.mark.parametrize(
     ("seed", "share", "recompute"),
-    [(0, 0.8, False), (1, 0.8, False), (0, 0.55, True), (1, 0.35, True), (2, 0.4, True)],
+    [(0, 0.8, False), (1, 0.8, False), (0, 0.55, True), (1, 0.35, True), (2, 0.45, True)],
 )
 def test_it_fits_and_is_no_longer_than_what_the_search_found_in_its_half_of_the_time(
     seed: int, share: float, recompute: bool
@@ -53,7 +53,7 @@ def test_it_fits_and_is_no_longer_than_what_the_search_found_in_its_half_of_the_
     plan = planned(seed, "cpsat", room, recompute)
 
     found = planned(seed, "auto", room, recompute, time_limit_s=5.0)
-    check(plan.schedule, plan.stage_to_device, 4)
+    check(plan.schedule, plan.stage_to_device, 4, dict.fromkeys(range(4), "buffer"))
     assert (plan.schedule_name, plan.solver) == ("cpsat", "cpsat")
     assert (plan.cuts, plan.segments) == (found.cuts, found.segments)
     assert max(plan.estimate.peak_bytes) <= room
