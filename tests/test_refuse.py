@@ -85,6 +85,19 @@ class Transforms(Base):
         return self.layer(x) + torch.vmap(lambda row: row.sort().values)(x.detach())
 
 
+class Differentiates(Base):
+    def step(self, x):
+        y = self.layer(x)
+        return y - torch.autograd.grad(y.sin().sum(), y, create_graph=True)[0]
+
+
+class GoesBack(Base):
+    def step(self, x):
+        y = self.layer(x)
+        y.sum().backward(retain_graph=True)
+        return y
+
+
 class Scripted(Base):
     def prepare(self):
         self.layer = torch.jit.script(nn.Linear(6, 6))
@@ -135,6 +148,8 @@ class TwoBuffers(Base):
         (SetsData, r"assigns the `.data` of a tensor \(test_refuse.py"),
         (Renormalizes, "writes the parameter 'table.weight' at .*self.table"),
         (Transforms, r"torch.vmap or torch.func \(test_refuse.py.*whole tensors"),
+        (Differentiates, r"computes gradients itself, at .*test_refuse.py[^$]*let the loss"),
+        (GoesBack, r"computes gradients itself, at .*test_refuse.py[^$]*let the loss"),
         (Scripted, "line .*: return self.layer\\(x\\)[^$]*torch.jit.script"),
         (NewBuffer, "registers 'seen'.*in the constructor"),
         (HalfOfAWeight, "'half' shares memory with 'layer.weight', which changes"),

@@ -249,6 +249,12 @@ def _frozen_batch(message: str, batch: int) -> str:
 
 def _unsupported(error: Exception) -> str:
     frame = user_frame(getattr(error, "real_stack", None) or parse_stack(str(error)))
+    if "trace_autograd_ops" in str(error):  # of torch's settings, which hints would tell to change
+        return (
+            f"forward computes gradients itself, {place_text(frame)}\n"
+            "They go back through all that came before, of which a stage has but its part: let the "
+            "loss compute them, or a model around the pipeline."
+        )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if line.startswith("Explanation:")] or lines[:1]
     _, raised, exception = str(error).partition("context: raised exception ")
