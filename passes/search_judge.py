@@ -178,6 +178,9 @@ class Judge:
         for _ in range(_ROOMS if found.worth[0] else 0):
             chosen = self._ran(_NO_ROWS, (order, split, room, 0.0), candidate, numbers, split)
             work += len(chosen.ran[0])
+            if not chosen.worth[0]:
+                rows = table_by(chosen.order, split, numbers[0], len(self.capacity))
+                chosen = self._ran(rows, _CHOOSES_NOT, candidate, numbers, split)
             found = min(found, chosen, key=lambda one: one.worth)
             room -= np.maximum(chosen.peak_bytes - self.capacity, 0)
         return replace(found, work=work)

@@ -6,6 +6,7 @@ The latest times at which a step's actions could have started are the next try's
 import numpy as np
 
 from fxpipe.jit import compiled
+from fxpipe.passes.search_shop_kernel import holding, order_of, table_by
 from fxpipe.passes.simulate_event_kernel import BACKWARD, FORWARD, INPUT, WEIGHT
 from fxpipe.passes.simulate_kernel import run
 
@@ -78,11 +79,37 @@ def judge(ran, n_needed, capacity):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def is_short(numbers, split, capacity):  # type: ignore[no-untyped-def]
+    """Whether some device has not room for all that its actions hold."""
+    device_of, at_rest = numbers[0], numbers[10]
+    adds, needs, _ = holding(numbers, split)
+    n, m = split.shape
+    most = at_rest.copy()
+    for action in range(len(adds)):
+        most[device_of[action // m % n]] += adds[action] + needs[action]
+    return np.any(most > capacity)
+
+
+@compiled
+def as_table(ran, numbers, split, n_devices):  # type: ignore[no-untyped-def]
+    """The step of the table that a step which ran makes.
+
+    Devices that choose wait for room, even while another action could run; those of a table do not.
+    """
+    rows = table_by(order_of(ran, *split.shape), split, numbers[0], n_devices)
+    return run(
+        *rows, np.empty((0, 0, 0)), np.empty((0, 0), np.bool_), np.empty(0, np.int64), 0.0,
+        *numbers, False,
+    )  # fmt: skip
+
+
+@compiled
 def attempt(numbers, split, capacity, groups, patiences, rounds):  # type: ignore[no-untyped-def]
     """The best step of these stages that choosing by rank finds, from several first ranks.
 
     Each is tried `rounds` times: with less room where it was too large, else with its latest starts
-    as ranks. Returns bytes over, ms, actions simulated, and the step that ran.
+    as ranks. Where memory is short, a step has to fit as a table too. Returns bytes over, ms,
+    actions simulated, and the step that ran.
     """
     n_stages, n_microbatches = numbers[5].shape
     n_needed = 2 * n_stages * n_microbatches + split.sum()
@@ -94,7 +121,8 @@ def attempt(numbers, split, capacity, groups, patiences, rounds):  # type: ignor
         *numbers, False,
     )  # fmt: skip
     work = len(best[0])
-    best_over, best_ms = judge(best, n_needed, capacity)
+    best_over, best_ms = 1 << 61, np.inf
+    short = is_short(numbers, split, capacity)
     for k in range(len(groups)):
         rank = first_ranks(n_stages, n_microbatches, groups[k])
         room = capacity.copy()
@@ -107,6 +135,10 @@ def attempt(numbers, split, capacity, groups, patiences, rounds):  # type: ignor
                 )  # fmt: skip
                 work += len(ran[0])
             over, step_ms = judge(ran, n_needed, capacity)
+            if short and over == 0 and (best_over > 0 or step_ms < best_ms):
+                ran = as_table(ran, numbers, split, len(capacity))
+                work += len(ran[0])
+                over, step_ms = judge(ran, n_needed, capacity)
             if over < best_over or (over == best_over and step_ms < best_ms):
                 best_over, best_ms, best = over, step_ms, ran
             if len(ran[0]) < n_needed:

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from random import Random
 
 import numpy as np
@@ -254,6 +254,29 @@ def test_devices_that_choose_leave_room_for_whole_backwards() -> None:
     judge = Judge(replace(asked, capacity_bytes=tuple(fits.ran[7].tolist())))
 
     assert judge(candidate, (8,), 1).worth[0] == 0
+
+
+@pytest.mark.parametrize("seed", [24, 32, 35, 38])
+def test_what_fits_where_devices_wait_for_room_fits_as_a_table_too(seed: int) -> None:
+    chain = halved_slowly(random_chain(Random(seed), 16, n_skips=2), Random(seed))
+    roomy = Judge(problem(chain, 2, 4))
+    peak = max(
+        roomy(Candidate(even_path(chain, roomy.problem.edges, 2), (0, 1), (0, 0), 4), (2,), 1).ran[
+            7
+        ]
+    )
+    short = Judge(replace(roomy.problem, capacity_bytes=(int(peak) // 2,) * 2, recompute=True))
+
+    fitting = 0
+    for shape, step, halved in product(shapes(2, (1, 2, 3)), range(0, 24, 3), (0, 4)):
+        path = even_path(chain, short.problem.edges, len(shape))
+        found = short(Candidate(path, shape, (step,) * len(shape), halved), (1, 2), 3)
+        if not found.worth[0]:
+            fitting += 1
+            table = replace(found.candidate, table=table_of(found, 2))
+            assert short(table, (), 0).worth == found.worth
+
+    assert fitting > 0
 
 
 def test_a_table_given_is_kept() -> None:
