@@ -73,6 +73,7 @@ PRIVATE = {
     "torch.Tensor._post_accumulate_grad_hooks": (
         "capture/check.py, capture/refuse.py, runtime/weight_gradients.py"
     ),
+    "torch.nn.Module._apply": "precision.py, runtime/original.py, runtime/rank_engine.py",
     "torch.nn.Module._compiled_call_impl": "runtime/drawing.py, runtime/stage.py",
     "torch.cuda._sleep": "runtime/stream.py",
     "torch._utils._flatten_dense_tensors": "runtime/written.py",
