@@ -169,8 +169,7 @@ class Judge:
         numbers, _ = self.numbers(candidate)
         split = self._split(candidate)
         _, order = best_order(numbers, split, order, self.capacity, tries, seed)
-        rows = table_by(order, split, numbers[0], len(self.capacity))
-        found = self._ran(rows, _CHOOSES_NOT, candidate, numbers, split)
+        found = self._in_order(order, candidate, numbers, split)
         work, room = (
             len(found.ran[0]) + tries * (_TRY + split.size * _TRY_EACH),
             self.capacity.copy(),
@@ -179,8 +178,7 @@ class Judge:
             chosen = self._ran(_NO_ROWS, (order, split, room, 0.0), candidate, numbers, split)
             work += len(chosen.ran[0])
             if not chosen.worth[0]:
-                rows = table_by(chosen.order, split, numbers[0], len(self.capacity))
-                chosen = self._ran(rows, _CHOOSES_NOT, candidate, numbers, split)
+                chosen = self._in_order(chosen.order, candidate, numbers, split)
             found = min(found, chosen, key=lambda one: one.worth)
             room -= np.maximum(chosen.peak_bytes - self.capacity, 0)
         return replace(found, work=work)
@@ -189,6 +187,17 @@ class Judge:
         """How long the step of `candidate` is in this order, whatever the memory."""
         numbers, _ = self.numbers(candidate)
         return float(best_order(numbers, self._split(candidate), order, self.capacity, 0, 0)[0])
+
+    def _in_order(
+        self,
+        order: NDArray[np.float64],
+        candidate: Candidate,
+        numbers: Any,
+        split: NDArray[np.bool_],
+    ) -> Found:
+        """The step of the table that this order makes."""
+        rows = table_by(order, split, numbers[0], len(self.capacity))
+        return self._ran(rows, _CHOOSES_NOT, candidate, numbers, split)
 
     def _ran(
         self, rows: Any, choice: Any, candidate: Candidate, numbers: Any, split: NDArray[np.bool_]

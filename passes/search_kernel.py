@@ -6,7 +6,7 @@ The latest times at which a step's actions could have started are the next try's
 import numpy as np
 
 from fxpipe.jit import compiled
-from fxpipe.passes.search_shop_kernel import holding, order_of, table_by
+from fxpipe.passes.search_shop_kernel import holding, order_of, short_devices, table_by
 from fxpipe.passes.simulate_event_kernel import BACKWARD, FORWARD, INPUT, WEIGHT
 from fxpipe.passes.simulate_kernel import run
 
@@ -79,18 +79,6 @@ def judge(ran, n_needed, capacity):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def is_short(numbers, split, capacity):  # type: ignore[no-untyped-def]
-    """Whether some device has not room for all that its actions hold."""
-    device_of, at_rest = numbers[0], numbers[10]
-    adds, needs, _ = holding(numbers, split)
-    n, m = split.shape
-    most = at_rest.copy()
-    for action in range(len(adds)):
-        most[device_of[action // m % n]] += adds[action] + needs[action]
-    return np.any(most > capacity)
-
-
-@compiled
 def as_table(ran, numbers, split, n_devices):  # type: ignore[no-untyped-def]
     """The step of the table that a step which ran makes.
 
@@ -122,7 +110,7 @@ def attempt(numbers, split, capacity, groups, patiences, rounds):  # type: ignor
     )  # fmt: skip
     work = len(best[0])
     best_over, best_ms = 1 << 61, np.inf
-    short = is_short(numbers, split, capacity)
+    short = short_devices(numbers, holding(numbers, split), capacity).any()
     for k in range(len(groups)):
         rank = first_ranks(n_stages, n_microbatches, groups[k])
         room = capacity.copy()

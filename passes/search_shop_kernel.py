@@ -96,6 +96,17 @@ def holding(numbers, split):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def short_devices(numbers, holds, capacity):  # type: ignore[no-untyped-def]
+    """Which devices have not room for all that their actions hold, if none gave any of it back."""
+    adds, needs, _ = holds
+    device_of, most = numbers[0], numbers[10].copy()
+    n, m = numbers[5].shape
+    for action in range(len(adds)):
+        most[device_of[action // m % n]] += adds[action] + needs[action]
+    return most > capacity
+
+
+@compiled
 def order_of(ran, n_stages, n_microbatches):  # type: ignore[no-untyped-def]
     """Of each action of a step that ran, how many began before it; W of a whole right after B."""
     order = np.zeros((3, n_stages, n_microbatches))

@@ -9,7 +9,14 @@ into buffers goes by number of the micro-batch.
 import numpy as np
 
 from fxpipe.jit import compiled
-from fxpipe.passes.search_shop_kernel import chained, holding, lasting, rows_by, wired
+from fxpipe.passes.search_shop_kernel import (
+    chained,
+    holding,
+    lasting,
+    rows_by,
+    short_devices,
+    wired,
+)
 
 _REACH = 12  # places that an action goes at most
 _TENURE = 15  # tries, to twice as many, until an action may go back
@@ -131,18 +138,16 @@ def peak_bytes(run, held, adds, needs, frees):  # type: ignore[no-untyped-def]
 @compiled
 def held_before(rows, numbers, holds, capacity):  # type: ignore[no-untyped-def]
     """What each device holds before each place of its row; whether it has not room for all."""
-    adds, needs, frees = holds
-    held, is_tight = np.zeros(rows.shape, np.int64), numbers[10] > capacity
+    adds, _, frees = holds
+    held = np.zeros(rows.shape, np.int64)
     for d in range(len(capacity)):
-        held[d, 0], most = numbers[10][d], numbers[10][d]
+        held[d, 0] = numbers[10][d]
         for at in range(rows.shape[1]):
             action = rows[d, at]
             if action < 0:
                 break
             held[d, at + 1] = held[d, at] + adds[action] - frees[action]
-            most += adds[action] + needs[action]
-        is_tight[d] = most > capacity[d]
-    return held, is_tight
+    return held, short_devices(numbers, holds, capacity)
 
 
 @compiled
