@@ -23,10 +23,10 @@ from zoo import declare_vision_ops
 
 import fxpipe
 from fxpipe.capture import capture, flat_inputs
+from fxpipe.costs.topology import WIRES
 from fxpipe.ir import Chain
 from fxpipe.passes.analytic import analytic
 from fxpipe.passes.linearize import linearize
-from fxpipe.topology import WIRES
 
 # 40 GB, of which a tenth is CUDA's own and what lies between the blocks of the allocator.
 CAPACITY_BYTES = round(0.9 * 40e9)

@@ -6,7 +6,7 @@ Two processes of one thread compute and, meanwhile, send each other tensors as r
 is longer by than one without messages is what sending and receiving took, half of it each end's
 part. What it is longer by if each waits at its end for what the other sent in the same turn, not in
 the one before, is what waiting took: the message's way, and that no two turns last alike.
-`fxpipe/topology.py` has the figures that plans count with.
+`fxpipe/costs/topology.py` has the figures that plans count with.
 """
 
 import statistics

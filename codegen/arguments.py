@@ -12,7 +12,7 @@ from fxpipe.codegen.names import base_name
 from fxpipe.codegen.parts import Part, Slot
 from fxpipe.codegen.wording import argument_words
 from fxpipe.ir import SourceLine
-from fxpipe.source import line_within
+from fxpipe.ops.source import line_within
 
 Column = tuple[Any, ...]
 

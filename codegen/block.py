@@ -13,12 +13,12 @@ from fxpipe.codegen.names import called_values
 from fxpipe.codegen.opening import open_part
 from fxpipe.codegen.parts import Facts, Opened, Part, Slot
 from fxpipe.codegen.scope import Scope
-from fxpipe.interpret import MODE
 from fxpipe.ir import Capture
-from fxpipe.regions import REGION
+from fxpipe.ops.interpret import MODE
+from fxpipe.ops.regions import REGION
+from fxpipe.ops.specs import sizes_in, where_told
+from fxpipe.ops.variables import GIVEN_UP
 from fxpipe.runtime.manifest import Mode, TensorSpec
-from fxpipe.specs import sizes_in, where_told
-from fxpipe.variables import GIVEN_UP
 
 
 @dataclass(frozen=True, slots=True)

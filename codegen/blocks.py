@@ -35,11 +35,11 @@ from fxpipe.codegen.segments import mark
 from fxpipe.codegen.stage_scope import StageScopes
 from fxpipe.codegen.unfit import unfit_paths
 from fxpipe.codegen.wording import assigned_word
-from fxpipe.interpret import MODE
 from fxpipe.ir import Capture, Wiring
-from fxpipe.regions import REGION
-from fxpipe.source import calling_line
-from fxpipe.variables import GIVEN_UP
+from fxpipe.ops.interpret import MODE
+from fxpipe.ops.regions import REGION
+from fxpipe.ops.source import calling_line
+from fxpipe.ops.variables import GIVEN_UP
 
 _MOST_SETTINGS = 8
 _RESERVED = {*keyword.kwlist, "Tensor", "OrderedDict", "F", "nn", "torch"}

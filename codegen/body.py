@@ -22,8 +22,8 @@ from fxpipe.codegen.names import Containers, is_free, path
 from fxpipe.codegen.outlived import outlived
 from fxpipe.codegen.reading import items_of, paths, reads
 from fxpipe.codegen.scope import Scope
-from fxpipe.interpret import MODE
-from fxpipe.regions import PLAIN, REGION, Region
+from fxpipe.ops.interpret import MODE
+from fxpipe.ops.regions import PLAIN, REGION, Region
 
 
 @dataclass(slots=True)

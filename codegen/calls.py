@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from fxpipe.interpret import MODE
-from fxpipe.regions import PLAIN, REGION, Region
-from fxpipe.source import calls_around
+from fxpipe.ops.interpret import MODE
+from fxpipe.ops.regions import PLAIN, REGION, Region
+from fxpipe.ops.source import calls_around
 
 SEGMENT = "segment"  # the key of a node's meta that holds the number of its segment in its stage
 

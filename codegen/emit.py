@@ -20,6 +20,7 @@ from fxpipe.codegen.segments import segment_spec
 from fxpipe.codegen.stage_file import StageFile, blocks_file, stage_file
 from fxpipe.ir import Capture, PackageFiles, Plan, Profile, StageWiring, Wiring, own_storage
 from fxpipe.memory import is_fake
+from fxpipe.ops.specs import tensor_spec
 from fxpipe.runtime.leaves import in_mode, places
 from fxpipe.runtime.manifest import (
     FORMAT,
@@ -33,7 +34,6 @@ from fxpipe.runtime.manifest import (
     StateSpec,
 )
 from fxpipe.runtime.trace import memory_of, timeline_of
-from fxpipe.specs import tensor_spec
 
 _TEMPLATES = Path(__file__).parent / "templates"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from fxpipe.source import calls_around
-from fxpipe.variables import GIVEN_UP
+from fxpipe.ops.source import calls_around
+from fxpipe.ops.variables import GIVEN_UP
 
 _FEWEST = 3  # lists that must be one and the same, grown, before it is worth a variable
 

@@ -17,7 +17,7 @@ from fxpipe.codegen.loops import CHECKPOINT
 from fxpipe.codegen.made import Written
 from fxpipe.codegen.segments import recomputed
 from fxpipe.errors import CaptureError
-from fxpipe.interpret import MODE, by_mode
+from fxpipe.ops.interpret import MODE, by_mode
 
 _INFIX: dict[Any, str] = {
     operator.add: "+",

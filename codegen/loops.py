@@ -10,7 +10,7 @@ from torch import fx
 
 from fxpipe.codegen.made import Made
 from fxpipe.codegen.names import base_name
-from fxpipe.interpret import MODE
+from fxpipe.ops.interpret import MODE
 
 LOOP = "loop"  # the key of a node's meta that holds its Loop
 CHECKPOINT = "checkpoint"  # that of what is called through `checkpoint`

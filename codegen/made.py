@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.stock import StockModule, stock_module
+from fxpipe.ops.stock import StockModule, stock_module
 
 _BY_PLACE = 2  # so many arguments of a class of the package are given without their names
 Take = Callable[[Any, str], Any]
@@ -91,7 +91,7 @@ class Made:
 
 
 def made_of_stock(module: nn.Module) -> Made:
-    """How a module of torch.nn that `fxpipe.stock` can rebuild is made."""
+    """How a module of torch.nn that `fxpipe.ops.stock` can rebuild is made."""
     if type(module) is nn.Identity:
         return Made("nn.Identity", {}, frozenset(), nn.Identity)
     found = stock_module(module)

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from torch import fx, nn
 
 from fxpipe.codegen.functions import function_called
-from fxpipe.interpret import NAMED
-from fxpipe.specs import SIZES
+from fxpipe.ops.interpret import NAMED
+from fxpipe.ops.specs import SIZES
 
 _IMPORTED = {"torch", "nn", "F", "Tensor", "math", "operator", "checkpoint"}
 _OURS = {"self", "dtype", "device", *_IMPORTED, *SIZES}

@@ -12,9 +12,9 @@ from torch import fx, nn
 from fxpipe.codegen.loops import LOOP, Loop
 from fxpipe.codegen.made import Made, Written, is_number, made_whole
 from fxpipe.codegen.parts import Facts, Opened, OpenedOp, OutsideError, Part, Slot, Substitute
-from fxpipe.interpret import MODE
-from fxpipe.local_sizes import local_sizes
-from fxpipe.regions import PLAIN, REGION
+from fxpipe.ops.interpret import MODE
+from fxpipe.ops.local_sizes import local_sizes
+from fxpipe.ops.regions import PLAIN, REGION
 from fxpipe.runtime.manifest import TensorSpec
 
 

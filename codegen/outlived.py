@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from fxpipe.codegen.scope import Scope
-from fxpipe.interpret import MODE
 from fxpipe.ir import Capture, Profile
-from fxpipe.source import calls_around
-from fxpipe.variables import GIVEN_UP, JOINS, frames
+from fxpipe.ops.interpret import MODE
+from fxpipe.ops.source import calls_around
+from fxpipe.ops.variables import GIVEN_UP, JOINS, frames
 
 # What is smaller than this part of the largest value is left, for fewer lines.
 _LEAST = 0.01

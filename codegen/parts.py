@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 from fxpipe.codegen.loops import Loop
 from fxpipe.codegen.made import Made
-from fxpipe.local_sizes import LocalSizes
-from fxpipe.regions import Region
+from fxpipe.ops.local_sizes import LocalSizes
+from fxpipe.ops.regions import Region
 from fxpipe.runtime.manifest import TensorSpec
 
 Substitute = Callable[["Slot"], Any]

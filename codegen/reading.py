@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from fxpipe.codegen.loops import item_of
-from fxpipe.regions import PLAIN, REGION
+from fxpipe.ops.regions import PLAIN, REGION
 
 
 def items_of(node: fx.Node, following: Sequence[fx.Node]) -> list[fx.Node | None]:

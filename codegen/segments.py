@@ -17,11 +17,11 @@ from fxpipe.codegen.growing import grow_lists
 from fxpipe.codegen.loops import CHECKPOINT, fold_loops, item_of
 from fxpipe.codegen.names import CALLED
 from fxpipe.codegen.parts import Facts
-from fxpipe.interpret import MODE
 from fxpipe.ir import Capture, Wiring
-from fxpipe.local_sizes import local_sizes
+from fxpipe.ops.interpret import MODE
+from fxpipe.ops.local_sizes import local_sizes
+from fxpipe.ops.specs import where_told
 from fxpipe.runtime.manifest import SegmentSpec
-from fxpipe.specs import where_told
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
+from fxpipe.ops.specs import sizes_in, where_told
 from fxpipe.runtime.manifest import TensorSpec
-from fxpipe.specs import sizes_in, where_told
 
 
 def size_lines(texts: Iterable[str], values: Sequence[tuple[str, TensorSpec]]) -> list[str]:

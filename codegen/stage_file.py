@@ -14,7 +14,7 @@ from fxpipe.codegen.names import plain
 from fxpipe.codegen.scope import Scope
 from fxpipe.codegen.segments import segment_of, segment_spec
 from fxpipe.ir import Capture, Port, StageWiring
-from fxpipe.source import forward_place
+from fxpipe.ops.source import forward_place
 
 _DOC_WIDTH = LINE - 11  # columns that a line has for a class's docstring
 

@@ -12,9 +12,9 @@ from fxpipe.codegen.made import Made
 from fxpipe.codegen.parts import Facts
 from fxpipe.codegen.scope import Scope
 from fxpipe.codegen.segments import set_apart
-from fxpipe.interpret import MODE
 from fxpipe.ir import Capture, StageWiring
-from fxpipe.local_sizes import local_sizes
+from fxpipe.ops.interpret import MODE
+from fxpipe.ops.local_sizes import local_sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe import view
-from fxpipe.comparison import PEAK, STEP, Figure, compare, figures
 from fxpipe.errors import InputError
 from fxpipe.loss import loss_of, own_loss
 from fxpipe.runtime import Pipeline, load
 from fxpipe.runtime.manifest import Manifest, TensorSpec
 from fxpipe.runtime.stream import Devices, synchronize
 from fxpipe.runtime.structure import rebuild
+from fxpipe.show import view
+from fxpipe.show.comparison import PEAK, STEP, Figure, compare, figures
+from fxpipe.show.texts import devices_text, ms_text
+from fxpipe.show.view import View
 from fxpipe.target import Target
-from fxpipe.texts import devices_text, ms_text
-from fxpipe.view import View
 
 _WARM_UP = 2
 _SEED = 0

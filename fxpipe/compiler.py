@@ -9,15 +9,16 @@ from typing import Any
 
 from torch import nn
 
-from fxpipe.capacity import capacities
 from fxpipe.capture import capture as capture_model
 from fxpipe.capture import flat_inputs
 from fxpipe.codegen.emit import emit
 from fxpipe.costing import priced
-from fxpipe.criterion import Loss
+from fxpipe.costs.capacity import capacities
+from fxpipe.costs.criterion import Loss
+from fxpipe.costs.optimizer import Optimizer, optimizer_of
+from fxpipe.costs.topology import between_processors, network_of
 from fxpipe.errors import CaptureError, PlanError
 from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan, Profile
-from fxpipe.optimizer import Optimizer, optimizer_of
 from fxpipe.package import Package
 from fxpipe.partial import largest_part
 from fxpipe.passes.linearize import linearize
@@ -38,7 +39,6 @@ from fxpipe.settings import (
     microbatch_counts,
     table_of,
 )
-from fxpipe.topology import between_processors, network_of
 
 
 def compile(

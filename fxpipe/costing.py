@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fxpipe.capture import capture as capture_model
 from fxpipe.capture import flat_inputs
-from fxpipe.criterion import Criterion, Loss
+from fxpipe.costs.criterion import Criterion, Loss
 from fxpipe.ir import Capture, Profile
 from fxpipe.passes.analytic import analytic
 from fxpipe.passes.profile import profile as profile_ops

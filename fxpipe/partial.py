@@ -16,8 +16,8 @@ from fxpipe.capture import capture
 from fxpipe.capture.inputs import bind
 from fxpipe.capture.names import model_names
 from fxpipe.errors import CaptureError, FxpipeError, InputError
-from fxpipe.interpret import untouched
 from fxpipe.ir import Capture
+from fxpipe.ops.interpret import untouched
 from fxpipe.runtime.manifest import PartSpec
 from fxpipe.runtime.splicing import ReadError, stand_in
 from fxpipe.runtime.structure import describe

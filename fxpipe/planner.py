@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 from fxpipe.chain_file import ChainFile
 from fxpipe.costing import costed
-from fxpipe.criterion import Loss
+from fxpipe.costs.criterion import Loss
+from fxpipe.costs.optimizer import optimizer_of
+from fxpipe.costs.profile_file import costs_of, is_analytic
 from fxpipe.errors import FxpipeError
 from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
-from fxpipe.optimizer import optimizer_of
 from fxpipe.passes import order
 from fxpipe.passes.linearize import linearize
 from fxpipe.passes.partition import partition
@@ -17,11 +18,10 @@ from fxpipe.passes.partition_costs import edges_of
 from fxpipe.passes.partition_processes import with_messages_held
 from fxpipe.passes.search_bound import bytes_free, lower_bound_ms
 from fxpipe.passes.search_plan import LOOPS, chain_loops, search
-from fxpipe.profile_file import costs_of, is_analytic
-from fxpipe.progress import Progress
 from fxpipe.runtime.stream import parse_devices
 from fxpipe.schedule import Schedule
 from fxpipe.settings import check_settings, table_of
+from fxpipe.show.progress import Progress
 from fxpipe.target import load
 
 

@@ -2,11 +2,11 @@
 
 from torch import nn
 
-from fxpipe.devices import device_named
+from fxpipe.costs.devices import device_named
 from fxpipe.errors import InputError
-from fxpipe.interpret import by_mode
 from fxpipe.ir import Capture, CheckpointMode, Profile
 from fxpipe.memory import lacks_memory
+from fxpipe.ops.interpret import by_mode
 from fxpipe.passes.order import NAMES as SCHEDULES
 from fxpipe.passes.order import build as build_schedule
 from fxpipe.passes.order import given as given_schedule

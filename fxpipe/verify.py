@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from fxpipe.capture.names import all_tensors
 from fxpipe.difference import Difference, compare
 from fxpipe.errors import InputError
-from fxpipe.interpret import untouched
 from fxpipe.loss import loss_of
+from fxpipe.ops.interpret import untouched
 from fxpipe.precision import in_precision, set_precision
 from fxpipe.runtime import Pipeline, Runner, load
 from fxpipe.runtime.backward import differentiable

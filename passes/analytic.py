@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fxpipe.criterion import Criterion
-from fxpipe.devices import device_named
+from fxpipe.costs.criterion import Criterion
+from fxpipe.costs.devices import device_named
+from fxpipe.costs.meter import Meter, first_microbatch
+from fxpipe.costs.roofline import Roofline
 from fxpipe.errors import InputError, StageError
-from fxpipe.interpret import DTYPE, TRAINING, run_graph, untouched
 from fxpipe.ir import Capture, Network, Profile
 from fxpipe.memory import faked, wants_numbers
-from fxpipe.meter import Meter, first_microbatch
-from fxpipe.roofline import Roofline
+from fxpipe.ops.interpret import DTYPE, TRAINING, run_graph, untouched
 
 
 def analytic(

@@ -13,9 +13,9 @@ import networkx as nx
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import CaptureError
-from fxpipe.interpret import DTYPE, HUNK, limit
 from fxpipe.ir import Block, Capture, Chain, OpCost, Profile, Value, own_storage
-from fxpipe.liveness import Needed, workspaces
+from fxpipe.ops.interpret import DTYPE, HUNK, limit
+from fxpipe.ops.liveness import Needed, workspaces
 
 
 def linearize(capture: Capture, profile: Profile) -> Chain:

@@ -7,8 +7,8 @@ next one it is a portal (torchgpipe, section 3.3): nothing is copied to the stag
 from itertools import pairwise
 
 from fxpipe.ir import Capture, Chain, Plan, Port, StageWiring, Wiring
-from fxpipe.local_sizes import local_sizes
-from fxpipe.specs import where_told
+from fxpipe.ops.local_sizes import local_sizes
+from fxpipe.ops.specs import where_told
 
 
 def wire(capture: Capture, chain: Chain, plan: Plan) -> Wiring:

@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.criterion import Criterion
-from fxpipe.interpret import DTYPE, TRAINING, run_graph, untouched
+from fxpipe.costs.criterion import Criterion
+from fxpipe.costs.links import measure_network
+from fxpipe.costs.meter import Meter, first_microbatch
+from fxpipe.costs.op_backward import backward_ms
+from fxpipe.costs.overhead import action_ms
+from fxpipe.costs.stopwatch import StopWatch
+from fxpipe.costs.whole import Whole, whole_ms
+from fxpipe.costs.whole_gpu import whole_on_parts_ms
 from fxpipe.ir import Capture, LossCost, OpCost, Profile
-from fxpipe.links import measure_network
-from fxpipe.meter import Meter, first_microbatch
-from fxpipe.op_backward import backward_ms
-from fxpipe.overhead import action_ms
+from fxpipe.ops.interpret import DTYPE, TRAINING, run_graph, untouched
 from fxpipe.runtime.stream import (
     Device,
     capacities,
@@ -30,9 +33,6 @@ from fxpipe.runtime.stream import (
     use_streams,
 )
 from fxpipe.runtime.virtual import VirtualDevice
-from fxpipe.stopwatch import StopWatch
-from fxpipe.whole import Whole, whole_ms
-from fxpipe.whole_gpu import whole_on_parts_ms
 
 
 def profile(

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fxpipe.capture import capture
 from fxpipe.errors import CaptureError, InputError
-from fxpipe.interpret import by_mode
+from fxpipe.ops.interpret import by_mode
 
 
 def targets(captured):

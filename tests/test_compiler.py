@@ -14,10 +14,10 @@ from torch import nn
 
 import fxpipe
 from fxpipe.capture import capture
+from fxpipe.costs.whole import Whole
 from fxpipe.errors import InputError, PackageError, ScheduleError, WeightsError
 from fxpipe.runtime.portal import Wires
 from fxpipe.verify import verify
-from fxpipe.whole import Whole
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])

@@ -40,12 +40,12 @@ from fxpipe.capture.sizes import Sizes, describe_sizes, elsewhere, resized, toge
 from fxpipe.capture.stock_calls import call_stock_modules
 from fxpipe.capture.variables import name_values
 from fxpipe.errors import CaptureError, InputError
-from fxpipe.interpret import model_dtype, untouched
 from fxpipe.ir import Capture, Input, Op
 from fxpipe.memory import faked, lacks_memory
+from fxpipe.ops.interpret import model_dtype, untouched
+from fxpipe.ops.specs import tensor_spec
 from fxpipe.runtime.manifest import TensorSpec
 from fxpipe.runtime.structure import Structure, describe, rebuild
-from fxpipe.specs import tensor_spec
 
 __all__ = ["capture", "flat_inputs"]
 

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 from fxpipe.capture.names import all_tensors, derived
 from fxpipe.capture.simplify import named_by_user
 from fxpipe.errors import CaptureError
-from fxpipe.interpret import by_mode
 from fxpipe.ir import Op, own_storage
 from fxpipe.memory import storage_of
-from fxpipe.specs import tensor_spec
+from fxpipe.ops.interpret import by_mode
+from fxpipe.ops.specs import tensor_spec
 
 _ASSIGNS = "assigns"  # in the meta of the nodes that write a buffer
 

@@ -18,8 +18,8 @@ from fxpipe.capture.dynamo import FlatModel
 from fxpipe.capture.observe import Observer, merge_ops
 from fxpipe.capture.refuse import refuse_writes
 from fxpipe.errors import InputError
-from fxpipe.interpret import DTYPE, TRAINING, model_dtype, run_graph
 from fxpipe.memory import Faked, faked, storage_of
+from fxpipe.ops.interpret import DTYPE, TRAINING, model_dtype, run_graph
 from fxpipe.runtime.leaves import in_mode, places
 from fxpipe.runtime.structure import Structure
 

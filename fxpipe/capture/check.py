@@ -19,8 +19,8 @@ from fxpipe.capture.observe import Observer, merge_ops
 from fxpipe.capture.refuse import refuse_writes
 from fxpipe.difference import distance, largest
 from fxpipe.errors import CaptureError, FxpipeError, InputError
-from fxpipe.interpret import DTYPE, TRAINING, Hook, model_dtype, run_graph, untouched
 from fxpipe.ir import Op
+from fxpipe.ops.interpret import DTYPE, TRAINING, Hook, model_dtype, run_graph, untouched
 from fxpipe.runtime.backward import differentiable
 from fxpipe.runtime.leaves import constants, in_mode, places
 from fxpipe.runtime.structure import Structure, describe

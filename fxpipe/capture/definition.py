@@ -11,7 +11,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from fxpipe.errors import CaptureError
-from fxpipe.source import short_path
+from fxpipe.ops.source import short_path
 
 _UNUSED = ("symbolic",)  # methods that only an export to ONNX calls
 

@@ -15,7 +15,7 @@ from fxpipe.capture.dynamo import FlatModel
 from fxpipe.capture.edit import Flags, Trace, kind_of, leaves_of, ops_of
 from fxpipe.capture.follow import follow
 from fxpipe.errors import FxpipeError
-from fxpipe.interpret import DTYPE, limit, model_dtype
+from fxpipe.ops.interpret import DTYPE, limit, model_dtype
 from fxpipe.precision import in_precision, set_precision
 
 _LIMITS = ("min", "max", "eps", "tiny")

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxpipe.capture.dynamo import FlatModel
-from fxpipe.interpret import DTYPE, TRAINING
-from fxpipe.regions import PLAIN, REGION, Autocast
+from fxpipe.ops.interpret import DTYPE, TRAINING
+from fxpipe.ops.regions import PLAIN, REGION, Autocast
 
 Trace = Callable[[FlatModel, Sequence[Tensor]], tuple[fx.Graph, dict[str, nn.Module]]]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxpipe.regions import PLAIN, REGION
+from fxpipe.ops.regions import PLAIN, REGION
 from fxpipe.runtime.manifest import TensorSpec
 
 

@@ -15,8 +15,8 @@ from fxpipe.capture.calls import Calls, calls_of
 from fxpipe.capture.dynamo import FlatModel, quiet
 from fxpipe.capture.edit import leaves_of
 from fxpipe.errors import FxpipeError
-from fxpipe.interpret import DTYPE, TRAINING, Compute, run_graph
 from fxpipe.memory import faked
+from fxpipe.ops.interpret import DTYPE, TRAINING, Compute, run_graph
 from fxpipe.runtime.leaves import in_mode, places
 
 

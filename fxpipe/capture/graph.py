@@ -14,7 +14,7 @@ from fxpipe.capture.names import ModelNames
 from fxpipe.capture.sources import Statement, statements
 from fxpipe.errors import CaptureError
 from fxpipe.ir import SourceLine
-from fxpipe.regions import PLAIN, REGION, behind
+from fxpipe.ops.regions import PLAIN, REGION, behind
 
 _CHECKPOINT: Target = torch.ops.higher_order.tag_activation_checkpoint
 _SKIPPED: tuple[Target, ...] = (

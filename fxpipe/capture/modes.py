@@ -16,8 +16,8 @@ from torch import Tensor, fx, nn
 from fxpipe.capture.dynamo import FlatModel
 from fxpipe.capture.edit import Flags, Trace, kind_of, leaves_of, ops_of
 from fxpipe.errors import FxpipeError
-from fxpipe.interpret import DTYPE, HUNK, MODE, TRAINING, by_mode, model_dtype, when_training
 from fxpipe.ir import Op
+from fxpipe.ops.interpret import DTYPE, HUNK, MODE, TRAINING, by_mode, model_dtype, when_training
 from fxpipe.runtime.leaves import in_mode, renumbered
 from fxpipe.runtime.structure import Structure
 

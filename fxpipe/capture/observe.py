@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fxpipe.interpret import MODE, Compute, by_mode
 from fxpipe.ir import Op, own_storage
 from fxpipe.memory import is_fake, storage_of
+from fxpipe.ops.interpret import MODE, Compute, by_mode
 from fxpipe.runtime.manifest import Mode
 
 _MODES: Mapping[bool | None, Mode] = {None: "both", True: "train", False: "eval"}

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxpipe.interpret import DTYPE, MODE, by_mode
 from fxpipe.ir import Op
-from fxpipe.regions import REGION
+from fxpipe.ops.interpret import DTYPE, MODE, by_mode
+from fxpipe.ops.regions import REGION
+from fxpipe.ops.specs import tensor_spec
 from fxpipe.runtime.backward import differentiable
-from fxpipe.specs import tensor_spec
 
 _CASTS = {
     "float": torch.float32,

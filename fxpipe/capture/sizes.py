@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from torch.utils._sympy.printers import PythonPrinter
 
 from fxpipe.errors import CaptureError
+from fxpipe.ops.specs import literal, tensor_spec
 from fxpipe.runtime.sizes import holds, size
-from fxpipe.specs import literal, tensor_spec
 
 Names = dict[sympy.Expr, str]
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from fxpipe.capture.places import parse_stack, user_frames
 from fxpipe.ir import SourceLine
-from fxpipe.source import short_path
+from fxpipe.ops.source import short_path
 
 
 @dataclass(frozen=True, slots=True)

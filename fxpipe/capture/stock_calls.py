@@ -9,7 +9,7 @@ from itertools import groupby
 
 from torch import Tensor, fx, nn
 
-from fxpipe.stock import constructor, forward_takes_one
+from fxpipe.ops.stock import constructor, forward_takes_one
 
 
 def call_stock_modules(graph: fx.Graph, model: nn.Module) -> dict[str, nn.Module]:

@@ -12,12 +12,12 @@ from typing import Any
 from torch import fx, nn
 
 from fxpipe.capture.simplify import named_by_user, word_of
-from fxpipe.interpret import NAMED
 from fxpipe.ir import Op
+from fxpipe.ops.interpret import NAMED
+from fxpipe.ops.source import calls_around
+from fxpipe.ops.variables import base
 from fxpipe.runtime.leaves import leaves
 from fxpipe.runtime.structure import Structure
-from fxpipe.source import calls_around
-from fxpipe.variables import base
 
 # What shows the same values in another form keeps their name.
 _SAME = {

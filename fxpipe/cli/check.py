@@ -18,12 +18,12 @@ class DtypeName(StrEnum):
 def inspect_command(out: Out, as_json: Json = False) -> None:
     """Show the stages, values and predictions of a package."""
     with answering(as_json) as answer:
-        from fxpipe import report
         from fxpipe.edits import edits
         from fxpipe.runtime.package import read
+        from fxpipe.show.package import package_json, package_table
 
         manifest, found = read(out), edits(out)
-        answer(report.package_json(manifest, found), report.package_table(manifest, found))
+        answer(package_json(manifest, found), package_table(manifest, found))
 
 
 def verify_command(
@@ -35,13 +35,13 @@ def verify_command(
 ) -> None:
     """Compare outputs, gradients and buffers of a package with those of the plain model."""
     with answering(as_json) as answer:
-        from fxpipe import report
         from fxpipe import target as targets
         from fxpipe.edits import edits
+        from fxpipe.show.verification import verification_json, verification_table
         from fxpipe.verify import verify
 
         result = verify(out, targets.load(target), batch=batch, dtype=dtype.value)
         found = edits(out)
-        answer(report.verification_json(result, found), report.verification_table(result, found))
+        answer(verification_json(result, found), verification_table(result, found))
         if not result.equal:
             raise typer.Exit(DIFFERS)

@@ -134,15 +134,16 @@ def compile_command(
     with answering(as_json) as answer:
         import torch
 
-        from fxpipe import report
         from fxpipe import target as targets
         from fxpipe.compiler import compile as compile_model
+        from fxpipe.costs.profile_file import costs_of, is_analytic
+        from fxpipe.costs.profile_file import save_profile as write_profile
         from fxpipe.edits import Edits, refuse_loss
-        from fxpipe.profile_file import costs_of, is_analytic
-        from fxpipe.profile_file import save_profile as write_profile
-        from fxpipe.progress import Progress
         from fxpipe.runtime.stream import parse_devices
         from fxpipe.schedule import Schedule
+        from fxpipe.show.compiling import choice_text, part_text, passes_text
+        from fxpipe.show.package import package_json, package_table
+        from fxpipe.show.progress import Progress
         from fxpipe.weights import refuse_valueless
 
         counted = count_of(microbatches)
@@ -161,7 +162,7 @@ def compile_command(
         if weights:
             refuse_valueless(type(model).__name__, model.parameters())
         with Progress() as progress, loaded.running(f"{type(model).__name__}.forward"):
-            say(report.choice_text(devices, used, torch.cuda.device_count()))
+            say(choice_text(devices, used, torch.cuda.device_count()))
             package = compile_model(
                 model,
                 inputs.args,
@@ -188,12 +189,9 @@ def compile_command(
             write_profile(package.profile, save_profile)
         package.write(out, weights=weights, standalone=standalone)
         if verbose:
-            say(report.passes_text(package))
-        unedited = Edits()
-        answer(
-            report.package_json(package.manifest, unedited),
-            report.package_table(package.manifest, unedited),
-        )
-        if package.manifest.part is not None:
-            say(report.part_text(package.manifest.part))
+            say(passes_text(package))
+        manifest, unedited = package.manifest, Edits()
+        answer(package_json(manifest, unedited), package_table(manifest, unedited))
+        if manifest.part is not None:
+            say(part_text(manifest.part))
         say(f"wrote {out}")

@@ -76,13 +76,13 @@ def plan_command(
     with answering(as_json) as answer:
         import dataclasses
 
-        from fxpipe import report_plan
-        from fxpipe.capacity import capacities
         from fxpipe.chain_file import load_chain
+        from fxpipe.costs.capacity import capacities
+        from fxpipe.costs.topology import between_processors, network_of
         from fxpipe.planner import answered, chain_question, model_question, named
-        from fxpipe.progress import BestSoFar
         from fxpipe.schedule import Schedule
-        from fxpipe.topology import between_processors, network_of
+        from fxpipe.show import plan as report_plan
+        from fxpipe.show.progress import BestSoFar
 
         if (target is None) == (chain is None):
             raise InputError("give a TARGET, or --chain FILE.json in its place")

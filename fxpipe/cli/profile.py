@@ -28,14 +28,14 @@ def profile_command(
 ) -> None:
     """Measure the ops of TARGET and the links between devices, for `compile --profile FILE`."""
     with answering(as_json) as answer:
-        from fxpipe import report_profile
         from fxpipe import target as targets
         from fxpipe.costing import costed
-        from fxpipe.criterion import Loss
-        from fxpipe.devices import device_named
-        from fxpipe.profile_file import save_profile
-        from fxpipe.progress import Progress
+        from fxpipe.costs.criterion import Loss
+        from fxpipe.costs.devices import device_named
+        from fxpipe.costs.profile_file import save_profile
         from fxpipe.runtime.stream import parse_devices
+        from fxpipe.show import profile as report_profile
+        from fxpipe.show.progress import Progress
 
         if profile is not None:
             device_named(profile)  # before the work rather than after it

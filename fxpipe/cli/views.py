@@ -23,10 +23,10 @@ def timeline_command(
 ) -> None:
     """Draw the predicted step of a package, and a measured one under it."""
     with answering(as_json=False):
-        from fxpipe import view
         from fxpipe.runtime.package import read
         from fxpipe.runtime.trace import write
-        from fxpipe.timeline import draw
+        from fxpipe.show import view
+        from fxpipe.show.timeline import draw
 
         if picture.suffix not in (".svg", ".png", ".json"):
             raise InputError(f"{picture} must end in .svg, .png or .json, which is what is written")
@@ -59,7 +59,7 @@ def bench_command(
     with answering(as_json) as answer:
         from fxpipe import target as targets
         from fxpipe.bench import bench
-        from fxpipe.comparison import comparison_json, comparison_table
+        from fxpipe.show.comparison import comparison_json, comparison_table
 
         loaded = None if target is None else targets.load(target)
         found = bench(out, loaded, steps=steps, devices=devices)
@@ -76,10 +76,10 @@ def report_command(
 ) -> None:
     """Write a page that shows a package: stages, cuts, its step, memory, predictions."""
     with answering(as_json=False):
-        from fxpipe import page as pages
-        from fxpipe import view
         from fxpipe.edits import edits
         from fxpipe.runtime.package import read
+        from fxpipe.show import page as pages
+        from fxpipe.show import view
 
         if page.suffix != ".html":
             raise InputError(f"{page} must end in .html, which is what is written")

@@ -7,11 +7,11 @@ from torch import nn
 
 import fxpipe
 from fxpipe.capture import capture
-from fxpipe.devices import DEVICES, device_named
+from fxpipe.costs.devices import DEVICES, device_named
+from fxpipe.costs.roofline import Roofline
 from fxpipe.errors import DeviceError, InputError
 from fxpipe.memory import without_memory
 from fxpipe.passes.analytic import analytic
-from fxpipe.roofline import Roofline
 
 H100 = DEVICES["h100"]
 

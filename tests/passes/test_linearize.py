@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxpipe.capture import capture
-from fxpipe.interpret import HUNK
 from fxpipe.ir import LossCost, OpCost
+from fxpipe.ops.interpret import HUNK
 from fxpipe.passes.linearize import linearize
 
 

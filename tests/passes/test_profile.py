@@ -9,15 +9,15 @@ import torch
 from torch.nn import functional as F
 
 from fxpipe.capture import capture
+from fxpipe.costs.meter import Meter
+from fxpipe.costs.whole import Whole
 from fxpipe.errors import InputError
-from fxpipe.interpret import run_graph
 from fxpipe.ir import OpCost
-from fxpipe.meter import Meter
+from fxpipe.ops.interpret import run_graph
 from fxpipe.passes.linearize import linearize
 from fxpipe.passes.profile import _scaled, profile
 from fxpipe.runtime import whole_backward
 from fxpipe.runtime.stream import parse_devices
-from fxpipe.whole import Whole
 
 
 def measured(model, x, m=2):

@@ -1,0 +1,94 @@
+"""What the backward of one op takes: time, memory, and gradients that wait for its second half."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+from fxpipe.costs.counted import most_bytes
+from fxpipe.costs.stopwatch import Clock
+from fxpipe.memory import storage_of
+from fxpipe.runtime.split import SplitBackward
+from fxpipe.runtime.whole_backward import added_bytes
+
+
+def backward_ms(clock: Clock, result: Any, leaves: Sequence[Tensor]) -> float:
+    """Milliseconds from the results' gradients to those of `leaves`."""
+    made, wanted = with_gradient(result), _trained(leaves)
+    if not made or not wanted:
+        return 0.0
+    return clock(partial(_backward, made, wanted), lambda: [torch.ones_like(t) for t in made])
+
+
+def backward_bytes(result: Any, leaves: Sequence[Tensor], device: torch.device) -> int:
+    """Bytes that this takes at its fullest, besides the results' gradients and what is saved."""
+    made, wanted = with_gradient(result), _trained(leaves)
+    if not made or not wanted:
+        return 0
+    gradients = [torch.ones_like(tensor) for tensor in made]
+    return most_bytes(lambda: _backward(made, wanted, gradients), device)[1]
+
+
+def without_gradient(result: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Those of `leaves` that want a gradient and get none."""
+    made, wanted = with_gradient(result), _trained(leaves)
+    if not made or not wanted:
+        return wanted
+    found = _backward(made, wanted, [torch.ones_like(tensor) for tensor in made])
+    return [leaf for leaf, gradient in zip(wanted, found, strict=True) if gradient is None]
+
+
+def bytes_added_to(result: Any, weights: Sequence[Tensor]) -> int:
+    """Bytes among these of gradients that a step adds straight to those of `weights`."""
+    return added_bytes([get_gradient_edge(tensor) for tensor in with_gradient(result)], weights)
+
+
+def arriving_bytes(result: Any, inputs: Sequence[Tensor]) -> int:
+    """Bytes of gradients that wait for the second half of a backward, layer by layer.
+
+    An op may have several layers within: an attention module has two. A gradient may come in
+    another layout than the result's, of which a layer makes a copy: the larger count is given.
+    """
+    made = with_gradient(result)
+    found = []
+    for gradients in ([torch.ones_like(t) for t in made], [_turned_ones(t) for t in made]):
+        split = SplitBackward([get_gradient_edge(tensor) for tensor in made], gradients)
+        split.input_gradients([get_gradient_edge(tensor) for tensor in _trained(inputs)])
+        sizes = {storage_of(t): t.untyped_storage().nbytes() for t in split.waiting}
+        found.append(sum(sizes.values()))
+    return max(found)
+
+
+def with_gradient(result: Any) -> list[Tensor]:
+    """The results that a gradient goes through.
+
+    A view of a parameter that was taken under `no_grad` says that it requires one, and has no way.
+    """
+    return [tensor for tensor in tensors(result) if tensor.grad_fn is not None]
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The tensors within."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _backward(
+    made: Sequence[Tensor], wanted: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(made, wanted, gradients, retain_graph=True, allow_unused=True)
+
+
+def _trained(leaves: Sequence[Tensor]) -> list[Tensor]:
+    return [leaf for leaf in leaves if leaf.requires_grad]
+
+
+def _turned_ones(like: Tensor) -> Tensor:
+    """Ones in the layout of a transposed gradient."""
+    if like.dim() < 2:
+        return torch.ones_like(like)
+    turned = like.transpose(-1, -2)
+    return torch.ones_like(turned, memory_format=torch.contiguous_format).transpose(-1, -2)

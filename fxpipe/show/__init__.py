@@ -1,0 +1,1 @@
+"""What a user sees of a package, a plan, a step: tables, drawings, a page, the progress of work."""

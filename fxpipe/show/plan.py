@@ -1,0 +1,117 @@
+"""What `fxpipe plan` prints: the best plan, and others beside it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.markup import escape
+
+from fxpipe.ir import Plan
+from fxpipe.passes.search_order import NAME as ORDERED
+from fxpipe.planner import Answer, Question
+from fxpipe.show.table import new_table, spaced
+from fxpipe.show.texts import bytes_text, ms_text
+
+
+def plan_json(question: Question, found: Answer, others: Sequence[Answer]) -> dict[str, Any]:
+    """The best plan; times in ms, bytes by device, `schedule` as rows of cells.
+
+    With recomputation `recomputed` has the runs of blocks, by stage, and what they add.
+    """
+    plan = found.plan
+    assert plan is not None
+    facts = {**_plan_json(plan), "seconds": found.seconds}
+    if question.recompute:
+        facts["recomputed"] = [[list(run) for run in runs] for runs in plan.segments]
+        facts["recompute_ms"] = _again_ms(question, plan)
+    if others:
+        facts["candidates"] = [
+            {"name": other.schedule, "seconds": other.seconds}
+            | ({"error": other.why_not} if other.plan is None else _plan_json(other.plan))
+            for other in others
+        ]
+    return facts
+
+
+def _plan_json(plan: Plan) -> dict[str, Any]:
+    return {
+        "cuts": list(plan.cuts),
+        "devices": list(plan.stage_to_device),
+        "schedule": [[str(action) for action in row] for row in plan.schedule.rows],
+        "step_ms": plan.estimate.step_ms,
+        "bubble": plan.estimate.bubble,
+        "peak_bytes": list(plan.estimate.peak_bytes),
+        "lower_bound_ms": plan.bound_ms,
+        "gap": plan.gap,
+        "solver": plan.solver,
+    }
+
+
+def plan_table(question: Question, found: Answer, others: Sequence[Answer]) -> RenderableType:
+    """A line for each plan, the shortest step first; then the best one's stages."""
+    plan = found.plan
+    assert plan is not None
+    headings = ("schedule", "stages", "step", "bubble", "peak", "gap", "solver", "seconds")
+    table = new_table(*headings, left=("schedule", "solver"))
+    plans = [answer for answer in (found, *others) if answer.plan is not None]
+    for answer in sorted(plans, key=lambda one: one.plan.estimate.step_ms if one.plan else 0.0):
+        if answer.plan is not None:
+            table.add_row(*_line(answer, answer.plan))
+    parts: list[RenderableType] = [_heading(question), table]
+    parts += [f"{other.schedule}: {escape(other.why_not)}" for other in others if not other.plan]
+    parts.append(_best(question, plan))
+    return spaced(parts)
+
+
+def _heading(question: Question) -> str:
+    return (
+        f"[bold]{len(question.chain.blocks)} blocks[/bold] on {question.n_devices} devices in "
+        f"{question.n_microbatches} micro-batches"
+    )
+
+
+def _line(answer: Answer, plan: Plan) -> list[str]:
+    estimate = plan.estimate
+    return [
+        answer.schedule,
+        str(len(plan.cuts) + 1),
+        ms_text(estimate.step_ms),
+        f"{estimate.bubble:.1%}",
+        bytes_text(max(estimate.peak_bytes)),
+        "" if plan.gap is None else f"{plan.gap:.1%}",
+        plan.solver,
+        f"{answer.seconds:.1f}",
+    ]
+
+
+def _best(question: Question, plan: Plan) -> str:
+    bounds = (0, *plan.cuts, len(question.chain.blocks))
+    lines = [
+        f"stage {j} on device {device}: blocks {bounds[j]} to {bounds[j + 1] - 1}"
+        + (f", computes again {_runs(plan.segments[j])}" if plan.segments else "")
+        for j, device in enumerate(plan.stage_to_device)
+    ]
+    if plan.bound_ms is not None:
+        ordered = plan.solver == ORDERED
+        what = "order of these actions" if ordered else "plan of this chain on these devices"
+        lines.append(f"no {what} takes less than {ms_text(plan.bound_ms)}")
+    if plan.segments:
+        lines.append(
+            f"computing again adds {ms_text(_again_ms(question, plan))} to a micro-batch, over "
+            "all stages"
+        )
+    return "\n".join(lines)
+
+
+def _again_ms(question: Question, plan: Plan) -> float:
+    blocks = question.chain.blocks
+    return sum(
+        blocks[k].forward_ms
+        for runs in plan.segments
+        for begin, end in runs
+        for k in range(begin, end)
+    )
+
+
+def _runs(runs: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{begin} to {end - 1}" for begin, end in runs) or "nothing"
