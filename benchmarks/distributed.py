@@ -43,7 +43,7 @@ from transformer import (
 )
 
 import fxpipe
-from fxpipe.runtime.distributed import DistributedPipeline
+from fxpipe.runtime.distributed.pipeline import DistributedPipeline
 from fxpipe.runtime.memory import Counted, Tally
 from fxpipe.runtime.package import read
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from common import machine
 from torch_pipelining import Peer, Rank
 
-from fxpipe.runtime.worker import Worker
+from fxpipe.runtime.distributed.worker import Worker
 
 KILOBYTES = (16, 64, 256, 1024, 4096)
 MESSAGES = 4  # of a turn, each way

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fxpipe.memory import without_memory
     from fxpipe.package import Package
     from fxpipe.runtime import Pipeline, Runner, load, splice
-    from fxpipe.runtime.torch_pipelining import to_torch_pipelining
+    from fxpipe.runtime.torch_pipelining.package import to_torch_pipelining
     from fxpipe.schedule import Schedule
 
 __version__ = "0.1.0"
@@ -46,7 +46,7 @@ _HOMES = {
     "Schedule": "fxpipe.schedule",
     "without_memory": "fxpipe.memory",
     "splice": "fxpipe.runtime",
-    "to_torch_pipelining": "fxpipe.runtime.torch_pipelining",
+    "to_torch_pipelining": "fxpipe.runtime.torch_pipelining.package",
 }
 
 

@@ -31,7 +31,7 @@ from fxpipe.edits import refuse_loss
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.runtime import Pipeline, load
 from fxpipe.runtime.closure import running
-from fxpipe.runtime.share import share
+from fxpipe.runtime.weights.share import share
 
 _OPTIONS = ("devices", "microbatches", "schedule", "checkpoint", "solver", "out")
 _WAY_OUT = 'give the module to pipeline to torch.compile(module, backend="fxpipe", ...)'

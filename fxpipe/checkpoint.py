@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from fxpipe.errors import WeightsError
-from fxpipe.runtime import weights
-from fxpipe.runtime.distributed import DistributedPipeline
-from fxpipe.runtime.dtensors import empty_beside
-from fxpipe.runtime.original import Original
-from fxpipe.runtime.ranks import Ranks
+from fxpipe.runtime.distributed.dtensors import empty_beside
+from fxpipe.runtime.distributed.pipeline import DistributedPipeline
+from fxpipe.runtime.distributed.ranks import Ranks
+from fxpipe.runtime.weights import check as weights
+from fxpipe.runtime.weights.original import Original
 
 # What separates a parameter's name from a key of its optimizer state: no name has it.
 _SLASH = "/"

@@ -15,7 +15,7 @@ def with_runtime(files: Mapping[str, str]) -> dict[str, str]:
         _FXPIPE / "errors.py",
         _FXPIPE / "schedule.py",
         _FXPIPE / "schedule_check.py",
-        *_FXPIPE.glob("runtime/*.py"),
+        *_FXPIPE.glob("runtime/**/*.py"),
     ]
     copies = {
         path.relative_to(_FXPIPE).as_posix(): path.read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ from torch import Tensor
 import fxpipe
 from fxpipe.errors import PackageError, WeightsError
 from fxpipe.runtime.manifest import Manifest
-from fxpipe.runtime.tensor_file import bytes_of, entries_of, refuse_unwritable, write
+from fxpipe.runtime.weights.tensor_file import bytes_of, entries_of, refuse_unwritable, write
 
 # "format" is asked for by transformers; the other tells our files from those put in their place.
 _METADATA = {"format": "pt", "writer": f"fxpipe {fxpipe.__version__}"}

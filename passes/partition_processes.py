@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fxpipe.ir import Chain, Network, Plan
 from fxpipe.passes.partition_stages import stage_costs
-from fxpipe.runtime.messages import SENT_AT_ONCE_BYTES
+from fxpipe.runtime.distributed.messages import SENT_AT_ONCE_BYTES
 
 # What is set aside for messages asked for ahead: a share of a device's peak, so many bytes at most.
 _AHEAD_SHARE, _AHEAD_BYTES = 0.02, 2**20

@@ -6,10 +6,12 @@ mend.
 
 import importlib
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
 
+ROOT = Path(__file__).parents[1]
 SETATTR = (
     "SetAttrBuiltinVariable._call_setattr"
     if torch.__version__ >= (2, 13)
@@ -40,31 +42,31 @@ PRIVATE = {
     "torch._compile._disable_dynamo": "runtime/batchnorm.py",
     "torch.ops.higher_order.tag_activation_checkpoint": "capture/graph.py",
     "torch.utils._python_dispatch.TorchDispatchMode": (
-        "capture/calls.py, capture/observe.py, memory.py, roofline.py, runtime/memory.py, "
-        "runtime/random.py"
+        "capture/calls.py, capture/observe.py, costs/counted.py, costs/roofline.py, memory.py, "
+        "runtime/drawing.py, runtime/memory.py"
     ),
     "torch._subclasses.fake_tensor.FakeTensor": "memory.py",
     "torch._subclasses.fake_tensor.FakeTensorMode": "memory.py",
     "torch.nn.modules.module.register_module_parameter_registration_hook": "memory.py",
     "torch.utils.weak.WeakIdKeyDictionary": "memory.py",
-    "torch.utils.flop_counter.flop_registry": "roofline.py",
-    "torch.Tag.nondeterministic_seeded": "capture/observe.py, runtime/random.py",
-    "torch.utils._pytree.tree_map": "meter.py",
+    "torch.utils.flop_counter.flop_registry": "costs/roofline.py",
+    "torch.Tag.nondeterministic_seeded": "capture/observe.py, runtime/drawing.py",
+    "torch.utils._pytree.tree_map": "costs/meter.py",
     "torch.utils._sympy.printers.PythonPrinter": "capture/sizes.py",
     "torch.utils._sympy.functions.FloorDiv": "capture/dynamo.py",
     "torch.utils._sympy.functions.Mod": "capture/dynamo.py",
     "torch.utils._sympy.functions.PythonMod": "capture/dynamo.py",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv._maybe_evaluate_static": "capture/dynamo.py",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv.replace": "capture/sizes.py",
-    "torch.fx.experimental.symbolic_shapes.ShapeGuard": "capture/sizes.py",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv": "capture/sizes.py",
     "torch.fx.experimental._config.use_duck_shape": "capture/dynamo.py",
     "torch._dynamo.maybe_mark_dynamic": "capture/dynamo.py, capture/frame.py",
-    "torch.fx.node.map_aggregate": "capture/edit.py, straight.py",
-    "torch._C._set_grad_enabled": "regions.py",
-    "torch.autograd.grad_mode._enter_inference_mode": "regions.py",
-    "torch.autograd.grad_mode._exit_inference_mode": "regions.py",
-    "torch.amp.autocast_mode._enter_autocast": "regions.py",
-    "torch.amp.autocast_mode._exit_autocast": "regions.py",
+    "torch.fx.node.map_aggregate": "capture/edit.py, costs/straight.py",
+    "torch._C._set_grad_enabled": "ops/regions.py",
+    "torch.autograd.grad_mode._enter_inference_mode": "ops/regions.py",
+    "torch.autograd.grad_mode._exit_inference_mode": "ops/regions.py",
+    "torch.amp.autocast_mode._enter_autocast": "ops/regions.py",
+    "torch.amp.autocast_mode._exit_autocast": "ops/regions.py",
     "torch._C._nn.scaled_dot_product_attention": "capture/modes.py",
     "torch._dynamo.exc.TensorifyScalarRestartAnalysis": "capture/frame.py",
     "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx": "capture/frame.py",
@@ -73,7 +75,9 @@ PRIVATE = {
     "torch.Tensor._post_accumulate_grad_hooks": (
         "capture/check.py, capture/refuse.py, runtime/weight_gradients.py"
     ),
-    "torch.nn.Module._apply": "precision.py, runtime/original.py, runtime/rank_engine.py",
+    "torch.nn.Module._apply": (
+        "precision.py, runtime/distributed/engine.py, runtime/weights/original.py"
+    ),
     "torch.nn.Module._compiled_call_impl": "runtime/drawing.py, runtime/stage.py",
     "torch.cuda._sleep": "runtime/stream.py",
     "torch._utils._flatten_dense_tensors": "runtime/written.py",
@@ -83,15 +87,15 @@ PRIVATE = {
     "torch._foreach_zero_": "runtime/graph.py",
     "torch.autograd.graph.get_gradient_edge": "runtime/step.py",
     "torch.autograd.graph._engine_run_backward": "runtime/backward.py",
-    "torch.distributed.distributed_c10d._get_default_store": "runtime/ranks.py",
+    "torch.distributed.distributed_c10d._get_default_store": "runtime/distributed/ranks.py",
     "torch.distributed.pipelining.schedules._PipelineScheduleRuntime._load_csv": (
-        "runtime/torch_schedule.py, tests/passes/test_order_in_torch.py"
+        "runtime/torch_pipelining/schedule.py, tests/passes/test_order_in_torch.py"
     ),
     "torch.distributed.pipelining.schedules._PipelineScheduleRuntime._split_inputs": (
-        "runtime/torch_schedule.py"
+        "runtime/torch_pipelining/schedule.py"
     ),
     "torch.distributed.pipelining.schedules._PipelineScheduleRuntime._merge_outputs": (
-        "runtime/torch_schedule.py"
+        "runtime/torch_pipelining/schedule.py"
     ),
 }
 
@@ -104,6 +108,13 @@ def test_it_is_there(name):
         if not hasattr(found, part):
             importlib.import_module(".".join(parts[:place]))
         found = getattr(found, part)
+
+
+@pytest.mark.parametrize(("name", "places"), PRIVATE.items())
+def test_it_is_used_where_the_table_says(name, places):
+    for place in places.split(", "):
+        folder = ROOT if place.startswith("tests") else ROOT / "fxpipe"
+        assert name.split(".")[-1] in (folder / place).read_text()
 
 
 def test_the_capture_takes_a_module_and_returns_a_function_of_its_inputs():

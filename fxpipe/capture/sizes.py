@@ -8,6 +8,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 from fxpipe.errors import CaptureError
@@ -160,11 +161,12 @@ def _comparisons(given: Sequence[Tensor], names: Names) -> Iterator[tuple[str, b
     batch too, which kernel is chosen: the ops decide that anew.
     """
     dims: list[Any] = [dim for value in given for dim in value.shape]
-    environment = next(dim.node.shape_env for dim in dims if not isinstance(dim, int))
+    environment: ShapeEnv = next(dim.node.shape_env for dim in dims if not isinstance(dim, int))
     (batch,) = [symbol for symbol, name in names.items() if name == "batch"]
     for guard in environment.guards:
         fact = environment.replace(guard.expr)
-        by_path = any(part in guard.sloc.framework_loc.filename for part in ("_dynamo", "torch/nn"))
+        place = str(guard.sloc.framework_loc)
+        by_path = any(part in place for part in ("_dynamo", "torch/nn"))
         text = _text(fact, names)
         if fact.free_symbols - {batch} and text is not None:
             yield text, by_path or not (fact.has(sympy.Ne) or batch in fact.free_symbols)

@@ -21,7 +21,6 @@ from fxpipe.runtime.lanes import Lanes
 from fxpipe.runtime.leaves import in_mode
 from fxpipe.runtime.manifest import Manifest, there
 from fxpipe.runtime.memory import Memory
-from fxpipe.runtime.original import Original
 from fxpipe.runtime.portal import CALLER, Wire, Wires, source_of
 from fxpipe.runtime.random import RandomStream, microbatch_seeds
 from fxpipe.runtime.room import check_room
@@ -30,6 +29,7 @@ from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import Device, Stream
 from fxpipe.runtime.structure import Structure
 from fxpipe.runtime.trace import Trace
+from fxpipe.runtime.weights.original import Original
 from fxpipe.schedule import Action, Schedule, clock_order
 
 

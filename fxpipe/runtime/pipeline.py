@@ -18,9 +18,9 @@ from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.engine import Engine
 from fxpipe.runtime.graph import Graphs
 from fxpipe.runtime.memory import Memory
-from fxpipe.runtime.saving import Alone, save
 from fxpipe.runtime.structure import rebuild
 from fxpipe.runtime.trace import Trace
+from fxpipe.runtime.weights.saving import Alone, save
 
 
 class Pipeline(Engine):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from fxpipe.errors import InputError
 from fxpipe.runtime.manifest import PartSpec
 from fxpipe.runtime.pipeline import Pipeline
-from fxpipe.runtime.share import follow_modes, share
 from fxpipe.runtime.structure import rebuild
+from fxpipe.runtime.weights.share import follow_modes, share
 
 
 def splice(model: nn.Module, pipe: Pipeline) -> nn.Module:

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import FxpipeError, StageError
+from fxpipe.errors import FxpipeError, PackageError, StageError
 from fxpipe.runtime.backward import differentiable
+from fxpipe.runtime.batchnorm import defer
 from fxpipe.runtime.drawing import drawing
 from fxpipe.runtime.mailbox import StoppedError
 from fxpipe.runtime.manifest import OutputSpec, PortSpec, StageSpec, there
@@ -54,6 +55,18 @@ class Stage:
         if not self.spec.random and not counts:
             # Else Inductor's kernels for the CPU keep Python from the other lanes while they run.
             self.module.compile(options={"cpp_wrapper": self.device.type == "cpu"})
+
+    def defer_batch_norm(self, n_microbatches: int) -> None:
+        """Let its batch norms update their statistics once for all micro-batches, if they can.
+
+        Raises PackageError.
+        """
+        try:
+            defer(self.module, self.spec.mutated_buffers, n_microbatches)
+        except ValueError as error:
+            raise PackageError(
+                f"{self.spec.file}: {error}; load without deferred_batch_norm"
+            ) from error
 
     @property
     def is_compiled(self) -> bool:

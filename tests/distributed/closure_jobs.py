@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxpipe.runtime import Runner, load, splice
-from fxpipe.runtime.distributed import DistributedPipeline
+from fxpipe.runtime.distributed.pipeline import DistributedPipeline
 from fxpipe.runtime.random import microbatch_seeds
 
 

@@ -21,7 +21,7 @@ from forked import PATIENCE_S, Rank, ends, port, start
 
 from fxpipe import checkpoint
 from fxpipe.runtime import load
-from fxpipe.runtime.distributed import DistributedPipeline
+from fxpipe.runtime.distributed.pipeline import DistributedPipeline
 
 N = 3
 TIMEOUT_S = 8.0

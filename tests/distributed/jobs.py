@@ -21,9 +21,11 @@ from torch.nn import functional
 
 from fxpipe import checkpoint
 from fxpipe.errors import InputError, WeightsError
-from fxpipe.runtime import dtensors, load, ranks, replicas, saving, stream
-from fxpipe.runtime.distributed import DistributedPipeline
+from fxpipe.runtime import load, stream
+from fxpipe.runtime.distributed import dtensors, ranks, replicas
+from fxpipe.runtime.distributed.pipeline import DistributedPipeline
 from fxpipe.runtime.random import microbatch_seeds
+from fxpipe.runtime.weights import saving
 
 
 def pair(folder: Path, toy: toys.Toy, **settings: object) -> tuple[nn.Module, DistributedPipeline]:
@@ -443,7 +445,7 @@ def refused_replicas(folder: Path, dps: Sequence[int]) -> str:
 def refused_settings(folder: Path, name: str, values: Sequence[object]) -> str:
     """The error where the package's loader finds on each rank a fact of its own."""
     value = values[torch.distributed.get_rank()]
-    with mock.patch(f"fxpipe.runtime.rank_package.{name}", return_value=value):
+    with mock.patch(f"fxpipe.runtime.distributed.package.{name}", return_value=value):
         return refused(folder)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from fxpipe.runtime.rendezvous import backend
+from fxpipe.runtime.distributed.rendezvous import backend
 
 PATIENCE_S = 300  # a first job imports what it needs, on a machine that may be busy
 

@@ -14,7 +14,7 @@ import toys
 
 from fxpipe import checkpoint
 from fxpipe.runtime import load
-from fxpipe.runtime.distributed import DistributedPipeline
+from fxpipe.runtime.distributed.pipeline import DistributedPipeline
 
 STEPS = 5
 START, RANK = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fxpipe
 
 if TYPE_CHECKING:  # its import takes seconds, which not all ranks need
-    from fxpipe.runtime.torch_pipelining import TorchPipelining
+    from fxpipe.runtime.torch_pipelining.package import TorchPipelining
 
 
 class Views(nn.Module):

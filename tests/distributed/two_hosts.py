@@ -17,7 +17,7 @@ import toys
 from forked import Rank, ends, port, start
 
 from fxpipe.runtime import load
-from fxpipe.runtime.distributed import DistributedPipeline
+from fxpipe.runtime.distributed.pipeline import DistributedPipeline
 
 
 def cut_off(folder: Path) -> None:

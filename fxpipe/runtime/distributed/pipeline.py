@@ -1,0 +1,137 @@
+"""A pipeline over processes: each rank holds its device's stages and runs its row of the table."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from fxpipe.errors import FxpipeError, InputError, WeightsError
+from fxpipe.runtime import microbatch
+from fxpipe.runtime.closure import running
+from fxpipe.runtime.distributed.engine import RankEngine
+from fxpipe.runtime.distributed.entry import Meeting, place_of
+from fxpipe.runtime.distributed.norm import gradients_here, norm_over
+from fxpipe.runtime.distributed.overflow import share_overflow
+from fxpipe.runtime.distributed.results import give_gradients, shared_loss
+from fxpipe.runtime.end import LossFn
+from fxpipe.runtime.step import Step
+from fxpipe.runtime.structure import rebuild
+from fxpipe.runtime.weights.saving import save
+
+
+class DistributedPipeline(RankEngine):
+    """This rank's part of a compiled model; all ranks call its methods together.
+
+    `state_dict`, `parameters` and so on have what this rank's stages use, under the original names.
+    Each rank is given the inputs that its stages read, or all: others may be None or left out.
+    """
+
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        """The original model's output for a batch, without gradients.
+
+        It comes on the last stage's rank, None on others; loaded with `outputs="all"`, on all. In a
+        closure of a `Runner` all ranks give its inputs and get its output, with gradients too.
+        Raises InputError, StageError.
+        """
+        if running() is not None:
+            return super().forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            raise InputError(
+                "over several processes a call makes no graph: train with step() or a Runner, or "
+                "call the pipeline under torch.no_grad()"
+            )
+        microbatch.refuse_unmergeable(self._manifest, self.training)
+        self._ranks.progress.begin("evaluation")
+        inputs, meeting = self._meet("an input", args, kwargs)
+
+        def evaluate(meeting: Meeting) -> list[Any] | None:
+            with self._ranks.telling():
+                rows, call = self._enter(inputs, meeting)
+                step = Step(call, lambda i: None, frozenset())
+                self._run_row(step, call, meeting, backward=False)
+                leaves = self._merged(call, inputs, rows) if self.is_last else None
+                if not self._gives_all:
+                    return leaves
+                return self._transport.gather(self._ranks.gather, leaves or [])[self._homes[-1]]
+
+        leaves = self._entry.run(evaluate, meeting)
+        return None if leaves is None else rebuild(self._structure(), leaves)
+
+    def step(
+        self,
+        *args: object,
+        target: Any = None,
+        loss_fn: LossFn,
+        scaler: GradScaler | None = None,
+        **kwargs: object,
+    ) -> Tensor:
+        """Forward and backward of one training step: `Pipeline.step`, by all ranks together.
+
+        Inputs are read where a stage takes them, `target` where the last stage is; elsewhere they
+        may be None, or left out. Each replica has a batch of its own; loss and gradients, which all
+        get, are those of the mean over all replicas' rows. Raises InputError, alike on all ranks,
+        if they weren't called with the same; StageError that names the rank if one fails.
+        """
+        if not torch.is_grad_enabled():
+            raise InputError("step computes gradients: call it outside of torch.no_grad()")
+        scaled = scaler is not None and scaler.is_enabled()
+        self._ranks.progress.begin("step")
+        inputs, meeting = self._meet("a step", args, kwargs, place_of(loss_fn), scaled)
+
+        def train(meeting: Meeting) -> Tensor:
+            with self._ranks.telling():
+                rows, call = self._enter(inputs, meeting)
+                step, objective = self._new_step(call, rows, meeting.batch, target, loss_fn, scaler)
+                with self._collected():
+                    self._run_row(step, call, meeting, backward=True)
+                if any(meeting.given.gradients):
+                    found = self._input_gradients(step, inputs, rows)
+                    give_gradients(inputs, found, self._ranks, self._transport)
+                if scaler is not None and scaled:
+                    share_overflow(scaler, [*self.parameters()], self._ranks)
+                loss = objective.loss() if self.is_last else None
+                return shared_loss(loss, self._ranks, self._transport.device)
+
+        return self._entry.run(train, meeting)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, around: Iterable[Tensor] = ()
+    ) -> Tensor:
+        """Scale all ranks' gradients down so that their norm over all is at most `max_norm`.
+
+        Returns the norm that they had. What several ranks hold counts once, and so does `around`,
+        which all have with equal gradients.
+        """
+        gradients = gradients_here(self._manifest, self._ranks, dict(self.named_parameters()))
+        held = set(self.parameters())
+        others = [tensor for tensor in dict.fromkeys(around) if tensor not in held]
+        if self._ranks.world_rank == 0:
+            gradients += [tensor.grad for tensor in others if tensor.grad is not None]
+        self._ranks.progress.begin("clip_grad_norm_")
+        with self._ranks.telling():
+            total = norm_over(self._ranks, gradients, norm_type)
+        nn.utils.clip_grads_with_norm_([*self.parameters(), *others], max_norm, total)
+        return total
+
+    def save_weights(self, path: str | Path, max_shard_size: int | str = "5GB") -> None:
+        """Write all ranks' weights: `Pipeline.save_weights`, by all together.
+
+        Each writes its own shards into a folder that they share; a single file is written by the
+        first, to which the others hand their tensors one by one. One owner writes what several
+        hold. Raises InputError and WeightsError, alike on all ranks.
+        """
+        problem: FxpipeError | None = None
+        self._ranks.progress.begin("save_weights")
+        with self._ranks.telling():
+            try:
+                save(Path(path), self._owned(), max_shard_size, self._ranks)
+            except (InputError, WeightsError) as error:
+                problem = error
+        if problem is not None:
+            raise problem
+
+    def __repr__(self) -> str:
+        return f"rank {self._ranks.rank} of {self._ranks.size}: {super().__repr__()}"

@@ -1,0 +1,76 @@
+"""Where a rank is in its work: noted by the thread that works, read by those that watch."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fxpipe.runtime.distributed.messages import Row
+from fxpipe.schedule import Action
+
+_SHOWN = 3  # of the last actions
+OTHERS = "the other ranks"
+
+
+def _others() -> str:
+    return OTHERS
+
+
+class Progress:
+    """Of one rank. To note an action takes one assignment: all else is worked out when asked for.
+
+    `item` is the item of its row that the rank is at; `awaited` tells what it would wait for.
+    """
+
+    def __init__(self) -> None:
+        self.item = 0
+        self.awaited: Callable[[], str | None] = _others
+        self._row: Row = ()
+        self._inside = True
+        self._work = "the start"
+        self._counts: Counter[str] = Counter()
+        self._waits: str | None = None
+        self._since = 0.0
+
+    def begin(self, work: str) -> None:
+        """The rank begins a "step", say, as it was asked to by its script."""
+        self._counts[work] += 1
+        self._row = ()
+        self._work = f"{work} {self._counts[work]}"
+
+    @contextmanager
+    def running(self, row: Row, awaited: Callable[[], str | None]) -> Iterator[None]:
+        """The block runs `row`, which waits for what is `awaited`, if for anything."""
+        self.item, self._row, self.awaited = 0, row, awaited
+        try:
+            yield
+        finally:
+            self.awaited = _others
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """The block is the pipeline's, not its caller's."""
+        self._inside = True
+        yield
+        self._inside = False
+
+    def wait_for(self, what: str | None) -> float:
+        """The rank is seen to wait for `what`, or for nothing: since how many seconds."""
+        if what != self._waits:
+            self._waits, self._since = what, time.monotonic()
+        return 0.0 if what is None else time.monotonic() - self._since
+
+    @property
+    def waiting(self) -> str | None:
+        """What it waits for, and for how long; None if for nothing."""
+        waits, since = self._waits, self._since
+        return None if waits is None else f"waits for {waits}, for {time.monotonic() - since:.0f} s"
+
+    def __str__(self) -> str:
+        row, place, waits = self._row, self.item, self._waits
+        done = [str(item) for item in row[:place] if isinstance(item, Action)]
+        last = f", did {', '.join(done[-_SHOWN:])} last" if done else ""
+        if not self._inside:
+            return f"is outside of the pipeline, after {self._work}{last}"
+        at = f" at {row[place]}" if place < len(row) and isinstance(row[place], Action) else ""
+        return f"is in {self._work}{at}{last}" + (f", waits for {waits}" if waits else "")

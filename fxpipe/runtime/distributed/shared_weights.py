@@ -1,0 +1,135 @@
+"""Parameters that stages of several ranks use: equal on all, and with one gradient.
+
+Each holder computes with a leaf of its own; after a step the leaves' gradients are added up over
+the holders in all replicas, and the sum goes to the parameter of each. So all holders' optimizers
+take equal steps. The owner, whose values the others begin with, is the rank of the first stage that
+uses it.
+
+Where a parameter is sharded over the replicas, each share's gradient has been summed over them
+before, and is added up over the holders within the replica.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fxpipe.runtime.distributed.around import names_around
+from fxpipe.runtime.distributed.dtensors import local, shared_like
+from fxpipe.runtime.distributed.ranks import Ranks
+from fxpipe.runtime.manifest import Manifest
+from fxpipe.runtime.portal import add_gradients
+from fxpipe.runtime.stage import Stage
+from fxpipe.runtime.ties import Tie, bound
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A parameter that this rank holds with others; `uses` are those of this rank's stages.
+
+    Gradients are added up over `group`, in which the owner is number `owner`.
+    """
+
+    name: str
+    owner: int
+    group: Any
+    uses: tuple[Tie, ...]
+
+
+def holders(manifest: Manifest) -> dict[str, list[int]]:
+    """By the first name of each parameter and buffer, the ranks that hold it, the owner first.
+
+    What no stage uses the first rank holds; what stands around a part of a model, all do.
+    """
+    first = first_names(manifest)
+    found: dict[str, list[int]] = {name: [] for name in first.values()}
+    for stage in manifest.stages:
+        for name in (*stage.parameters, *stage.buffers):
+            if stage.device not in found[first[name]]:
+                found[first[name]].append(stage.device)
+    around, every = names_around(manifest), [*range(len(manifest.devices))]
+    return {name: ranks or (every if name in around else [0]) for name, ranks in found.items()}
+
+
+def first_names(manifest: Manifest) -> dict[str, str]:
+    """By each name of a parameter or buffer, its first."""
+    return {spec.name: spec.alias_of or spec.name for spec in manifest.state}
+
+
+class SharedWeights:
+    """Those of one rank."""
+
+    def __init__(
+        self, manifest: Manifest, stages: Sequence[Stage], ranks: Ranks, sharded: bool
+    ) -> None:
+        """All ranks make theirs together."""
+        self._ranks = ranks
+        self.shared: list[Shared] = []
+        names, held = first_names(manifest), holders(manifest)
+        around = names_around(manifest)
+        kinds = {spec.name: spec.kind for spec in manifest.state}
+        groups: dict[tuple[int, ...], Any] = {}
+        for first, among in held.items():
+            if len(among) < 2 or kinds[first] != "parameter" or first in around:
+                continue
+            for replicas in [[d] for d in range(ranks.dp)] if sharded else [range(ranks.dp)]:
+                members = tuple(d * ranks.size + rank for d in replicas for rank in sorted(among))
+                if members not in groups:
+                    groups[members] = ranks.new_group(members)
+                if ranks.world_rank in members:
+                    group = groups[members]
+            if ranks.rank in among:
+                uses = tuple(
+                    Tie(stage, name, first, True)
+                    for stage in stages
+                    for name in stage.spec.parameters
+                    if names[name] == first
+                )
+                self.shared.append(Shared(first, sorted(among).index(among[0]), group, uses))
+
+    def equalize(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Give all holders the owner's values."""
+        for each in self.shared:
+            broadcast = partial(dist.broadcast, group=each.group, group_src=each.owner)
+            self._ranks.together(partial(broadcast, parameters[each.name].detach()))
+
+    @contextmanager
+    def collected(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """For `step`: when the block ends, each parameter gets the sum of all stages' gradients."""
+        leaves = [[_leaf(parameters[each.name]) for _ in each.uses] for each in self.shared]
+        with bound([tie for each in self.shared for tie in each.uses], list(chain(*leaves))):
+            yield
+        for each, own_leaves in zip(self.shared, leaves, strict=True):
+            parameter = parameters[each.name]
+            own = add_gradients([leaf.grad for leaf in own_leaves])
+            total = self._summed(each, own, parameter)
+            if total is not None:
+                torch.autograd.backward([parameter], [total])
+
+    def sum_shares(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Give each parameter, of which a rank has a share, the sum of all stages' gradients."""
+        for each in self.shared:
+            parameter = parameters[each.name]
+            own = None if parameter.grad is None else local(parameter.grad)
+            total = self._summed(each, own, local(parameter))
+            parameter.grad = None if total is None else shared_like(parameter, total)
+
+    def _summed(self, each: Shared, own: Tensor | None, parameter: Tensor) -> Tensor | None:
+        if not parameter.requires_grad:
+            return None
+        there = parameter.new_full((1,), own is not None)
+        given = torch.zeros_like(parameter) if own is None else own
+        # The last number counts the holders that have a gradient.
+        flat = torch.cat([given.reshape(-1), there])
+        self._ranks.together(lambda: dist.all_reduce(flat, group=each.group))
+        return flat[:-1].view_as(parameter) if flat[-1] else None
+
+
+def _leaf(parameter: Tensor) -> Tensor:
+    return parameter.detach().requires_grad_(parameter.requires_grad)

@@ -1,0 +1,139 @@
+"""A runner's closures around a pipeline over processes.
+
+Every rank runs every closure, with its own copy of what stands around the pipeline. All copies
+compute the same, so their gradients are equal without a message. Meanwhile each rank's lane runs
+its row of the table, in which there are also the sends to the closures of all ranks.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import InputError
+from fxpipe.runtime import microbatch
+from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.distributed.exchange import Exchange
+from fxpipe.runtime.distributed.meeting import Given, Word, agreed
+from fxpipe.runtime.distributed.overflow import spread_overflow
+from fxpipe.runtime.distributed.ranks import Ranks
+from fxpipe.runtime.distributed.replicas import Replicas
+from fxpipe.runtime.distributed.replicated import ReplicatedCall, refuse_differing, sampled
+from fxpipe.runtime.engine import Visit
+from fxpipe.runtime.fit import sizes_of
+from fxpipe.runtime.mailbox import StoppedError
+from fxpipe.runtime.step import Step
+from fxpipe.schedule import Schedule
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.distributed.engine import RankEngine
+
+
+@contextmanager
+def beside_replicas(
+    ranks: Ranks, replicas: Replicas, rows: int, around: Sequence[Tensor] | None
+) -> Iterator[float]:
+    """Gives the share of this replica's `rows` in all replicas' rows.
+
+    When the block ends, its gradients of `around`, which all ranks of a replica have alike, are
+    summed over the replicas. Raises InputError, alike on all ranks, if that is None.
+    """
+    if around is None:
+        raise InputError(
+            f"closures around {ranks.dp} replicas of a pipeline: name the parameters around it, "
+            "whose gradients are summed over them too, as Runner(m, around=head.parameters()); "
+            "() if there are none"
+        )
+    with ranks.telling():
+        found = ranks.gather_world(rows)[:: ranks.size]  # each replica's first rank's
+    with replicas.summed(around):
+        yield rows / sum(found)
+
+
+def begin(pipe: "RankEngine", first: Visit, m: int) -> ReplicatedCall:
+    """The call that m closures enter, once all ranks have come to it with the same `first`.
+
+    Raises InputError, alike on all ranks.
+    """
+    ranks, grad = pipe._ranks, first.ambient.grad
+    inputs = list(first.piece.values())
+    given = Given(
+        tuple(microbatch.rows_of(pipe.manifest, inputs, 1)),
+        tuple(sizes_of(pipe.manifest, inputs).items()),
+        tuple(tensor.dtype for tensor in inputs),
+        tuple(tensor.requires_grad for tensor in inputs),
+    )
+    what = f"{m} closures" if grad else f"{m} closures without gradients"
+    ranks.progress.begin("step of closures")
+    with ranks.telling():
+        word = Word(what, pipe.training, given, None, None)
+        found = ranks.gather((word, sampled(0, first.piece)))
+    agreed([word for word, _ in found], ranks.size)
+    refuse_differing([samples for _, samples in found])
+    rows = pipe._plan.rows(m, pipe.training, grad, everywhere=True)
+    wires = pipe._plan.wires(pipe.training)
+    elsewhere = [j for j, home in enumerate(pipe._homes[:-1]) if home != ranks.rank]
+    links = pipe._new_links(m)
+    return ReplicatedCall(pipe._everywhere, wires, links, m, elsewhere, rows[ranks.rank])
+
+
+def run(
+    pipe: "RankEngine", call: ReplicatedCall, table: Schedule, conduct: Callable[[], None]
+) -> None:
+    """Run this rank's row while `conduct` runs the closures."""
+    ranks, grad = pipe._ranks, torch.is_grad_enabled()
+    step = Step(call, lambda i: None, table.split)
+    rows = pipe._plan.rows(call.m, pipe.training, grad, everywhere=True)
+
+    def meanwhile(done: threading.Event) -> None:
+        with _watched(ranks, call.stop):
+            conduct()
+        ranks.wait(done)
+
+    with ranks.telling():
+        with pipe._collected() if grad else nullcontext():
+            # A closure's micro-batch may have any sizes: each message tells its own.
+            exchange = Exchange(ranks, pipe._transport, call, rows, None, lambda message: None)
+            pipe._exchange(step, exchange, call, meanwhile)
+        if grad and _scales():
+            spread_overflow([*pipe.parameters()], ranks)
+        samples = ranks.gather(call.samples)
+    refuse_differing(samples)
+
+
+def _scales() -> bool:
+    """Whether the closures scale their losses, as they do under autocast to float16."""
+    return any(each.enabled and each.dtype is torch.float16 for each in Ambient.capture().autocast)
+
+
+@contextmanager
+def _watched(ranks: Ranks, stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` if a rank fails while the block runs; then raises StageError at its end.
+
+    The block may stand in a closure, or wait for this rank's lane.
+    """
+    done = threading.Event()
+    heard: list[BaseException] = []
+
+    def watch() -> None:
+        try:
+            ranks.wait(done)
+        except BaseException as error:
+            heard.append(error)
+            stop()
+
+    thread = threading.Thread(target=watch, name="fxpipe watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    except StoppedError:
+        if not heard:
+            raise
+    finally:
+        done.set()
+        thread.join()
+    if heard:
+        raise heard[0]

@@ -1,0 +1,1 @@
+"""The original model's weights in the stages, and from and to files, under its own names."""

@@ -1,0 +1,133 @@
+"""The stages together as the original model's state: its names, weights, modes and dtypes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import DeviceError
+from fxpipe.runtime import stream
+from fxpipe.runtime.manifest import StateSpec
+from fxpipe.runtime.stage import Stage
+from fxpipe.runtime.stream import Device
+from fxpipe.runtime.weights import check as weights
+from fxpipe.runtime.weights.files import WeightFiles
+from fxpipe.runtime.weights.state import State
+
+
+def _with_extra(pipe: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A hook of `state_dict` that adds what the original's modules had added to theirs."""
+    assert isinstance(pipe, Original)
+    state.update({f"{prefix}{key}": value for key, value in pipe._extra.items()})
+
+
+class Original(nn.Module):
+    """Holds what the stages compute with.
+
+    Parameters and buffers have the original's names and order; all attributes of its own are
+    private, since children are named by the user.
+    """
+
+    def __init__(
+        self,
+        state: Sequence[StateSpec],
+        stages: Sequence[Stage],
+        devices: Sequence[Device],
+        buffers: Mapping[str, Tensor],
+        elsewhere: frozenset[str] = frozenset(),
+    ) -> None:
+        """`elsewhere` are the names that other processes hold: they are passed over in loading."""
+        super().__init__()
+        self._elsewhere = elsewhere
+        # A tuple, so that the stages' modules are not registered a second time.
+        self._stages = tuple(stages)
+        self._devices = tuple(devices)
+        self._state = State(self, state, self._stages)
+        self._state.load_buffers(self, buffers)
+        self._extra: dict[str, Any] = {}
+        self.register_state_dict_post_hook(_with_extra)  # type: ignore[no-untyped-call]
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch between training and evaluation, the stages too."""
+        super().train(mode)
+        for stage in self._stages:
+            stage.module.train(mode)
+        return self
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the original model's weights; nothing is loaded unless all fit.
+
+        What its modules' `get_extra_state` gave is kept, and given back by `state_dict`. Raises
+        WeightsError that names all missing, unexpected and wrongly shaped keys.
+        """
+        tensors = self._tensors()
+        wanted = {name: tensor.shape for name, tensor in tensors.items()}
+        extra = {
+            key: value
+            for key, value in state_dict.items()
+            if key not in wanted and key.rpartition(".")[2] == "_extra_state"
+        }
+        passed = self._elsewhere.union(extra)
+        given = {key: value for key, value in state_dict.items() if key not in passed}
+        weights.check(wanted, given, lambda name: given[name].shape, strict, "the state_dict")
+        parts = {
+            key: self._part(tensors[key], value) if key in tensors else value
+            for key, value in given.items()
+        }
+        result = super().load_state_dict(parts, strict, assign)
+        self._extra |= extra
+        self._bind()
+        return result
+
+    def load_weights(self, path: str | Path, strict: bool = True) -> None:
+        """Load safetensors: a file, a folder with one, an index of shards, a package's `weights`.
+
+        Keys are the original model's; of a tied parameter one of its names is enough. Each tensor
+        is read on its own and goes to its stage's device and dtype. Nothing is loaded unless all
+        fit; `strict` is as in `load_state_dict`. Raises WeightsError that names all missing,
+        unexpected and wrongly shaped keys.
+        """
+        tensors = self._tensors()
+        with WeightFiles(path) as files:
+            keys = self._state.keys_of(key for key in files.keys if key not in self._elsewhere)
+            wanted = {name: tensor.shape for name, tensor in tensors.items()}
+            weights.check(wanted, keys, lambda name: files.shape(keys[name]), strict, str(path))
+            targets = {keys[name]: tensors[name] for name in keys if name in tensors}
+            for key, tensor in targets.items():
+                tensor.copy_(self._part(tensor, files.read(key)))
+        self._bind()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Refuse to move; change dtypes of stages and tree alike."""
+        for device in set(map(stream.place, self._devices)):
+            try:
+                moved = fn(torch.empty(0, device=device)).device != device
+            except (AssertionError, RuntimeError) as error:
+                raise self._fixed(str(error)) from error
+            if moved:
+                raise self._fixed(f"stages are on {', '.join(map(str, self._devices))}")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._bind()
+        return self
+
+    def _bind(self) -> None:
+        """After tensors were replaced: the stages compute with those that stand in the tree."""
+        self._state.bind(self)
+
+    def _part(self, held: Tensor, given: Tensor) -> Tensor:
+        """What this process has of a tensor that was `given`, as it has `held`."""
+        return given
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The state_dict without what modules added to it."""
+        return {key: value for key, value in self.state_dict().items() if key not in self._extra}
+
+    def _fixed(self, reason: str) -> DeviceError:
+        return DeviceError(
+            f"a pipeline can't be moved as a whole ({reason}): load the package again with "
+            f"devices=..., {len(self._devices)} of them, and load_state_dict this one's weights"
+        )
