@@ -12,7 +12,7 @@ from fxpipe.errors import PlanError, ScheduleError
 from fxpipe.ir import Block, Chain, CheckpointMode, Link, Network, Value
 from fxpipe.passes import order
 from fxpipe.passes.partition import partition
-from fxpipe.passes.search_plan import chain_loops, search
+from fxpipe.passes.search.plan import chain_loops, search
 
 Result = dict[str, Any]
 

@@ -7,8 +7,9 @@ import numpy as np
 
 from fxpipe.chain_file import ChainFile
 from fxpipe.jit import compiled
-from fxpipe.passes import search_cut_kernel, simulate_kernel
-from fxpipe.passes.search_chain import chain_arrays, links_of
+from fxpipe.passes import simulate_kernel
+from fxpipe.passes.search import cut_kernel as search_cut_kernel
+from fxpipe.passes.search.chain import chain_arrays, links_of
 from fxpipe.passes.simulate_numbers import rows_of
 from fxpipe.schedule import Schedule
 

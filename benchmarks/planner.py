@@ -23,7 +23,7 @@ from contestants import Result, best_named, best_of_modes, of_ours, of_pfeife, u
 from judge import Judge
 
 from fxpipe.chain_file import load_chain
-from fxpipe.passes.search_plan import usual_workers
+from fxpipe.passes.search.plan import usual_workers
 
 HERE = Path(__file__).parent
 # Titles of the chains, in the order of their tables.

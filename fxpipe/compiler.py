@@ -25,9 +25,9 @@ from fxpipe.passes.linearize import linearize
 from fxpipe.passes.partition import partition
 from fxpipe.passes.partition_processes import with_messages_held
 from fxpipe.passes.portals import wire
-from fxpipe.passes.search_named import candidate, named_candidates
-from fxpipe.passes.search_plan import LOOPS, TIME_LIMIT_S, search
-from fxpipe.passes.search_plan import NAME as AUTO
+from fxpipe.passes.search.named import candidate, named_candidates
+from fxpipe.passes.search.plan import LOOPS, TIME_LIMIT_S, search
+from fxpipe.passes.search.plan import NAME as AUTO
 from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.manifest import OptimizerSpec
 from fxpipe.runtime.stream import Devices, parse_devices

@@ -18,7 +18,7 @@ except ImportError:  # as on machines that run packages but plan none
 
 
 def _digest() -> str:
-    sources = sorted((Path(__file__).parent / "passes").glob("*_kernel.py"))
+    sources = sorted((Path(__file__).parent / "passes").rglob("*_kernel.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
 
 

@@ -12,12 +12,12 @@ from fxpipe.costs.profile_file import costs_of, is_analytic
 from fxpipe.errors import FxpipeError
 from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
 from fxpipe.passes import order
+from fxpipe.passes.bound.lower import bytes_free, lower_bound_ms
 from fxpipe.passes.linearize import linearize
 from fxpipe.passes.partition import partition
 from fxpipe.passes.partition_costs import edges_of
 from fxpipe.passes.partition_processes import with_messages_held
-from fxpipe.passes.search_bound import bytes_free, lower_bound_ms
-from fxpipe.passes.search_plan import LOOPS, chain_loops, search
+from fxpipe.passes.search.plan import LOOPS, chain_loops, search
 from fxpipe.runtime.stream import parse_devices
 from fxpipe.schedule import Schedule
 from fxpipe.settings import check_settings, table_of

@@ -12,8 +12,8 @@ from fxpipe.passes.order import build as build_schedule
 from fxpipe.passes.order import given as given_schedule
 from fxpipe.passes.order import usual_loops
 from fxpipe.passes.partition import SOLVERS
-from fxpipe.passes.search_plan import NAME as AUTO
-from fxpipe.passes.search_plan import NAMES as SEARCHED
+from fxpipe.passes.search.plan import NAME as AUTO
+from fxpipe.passes.search.plan import NAMES as SEARCHED
 from fxpipe.schedule import Schedule
 
 

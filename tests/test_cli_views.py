@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cli import MODEL, refused, run
+from commands import MODEL, refused, run
 
 import fxpipe
 

@@ -94,10 +94,10 @@ def test_imports_point_one_way(name, file):
 
 
 def passes_that_may_be_imported_by(name: str) -> tuple[str, ...]:
-    """Passes stand alone; only orders, partitioning and the search are families.
+    """Passes stand alone; only orders, partitioning, bounds and the search are families.
 
-    All have a simulator, and the last two have orders to price; the search has plans by
-    partitioning beside its own.
+    All but bounds have a simulator, and partitioning and the search have orders to price; the
+    search has plans by partitioning beside its own, and bounds.
     """
     simulator = tuple(other for other in KNOWN if other.startswith("fxpipe.passes.simulate"))
     orders = tuple(other for other in KNOWN if other.startswith("fxpipe.passes.order"))
@@ -107,11 +107,12 @@ def passes_that_may_be_imported_by(name: str) -> tuple[str, ...]:
         family = (other for other in KNOWN if other.startswith("fxpipe.passes.partition"))
         return (*family, *orders, *simulator, "fxpipe.passes.checkpoints")
     if name.startswith("fxpipe.passes.search"):
-        family = (other for other in KNOWN if other.startswith("fxpipe.passes.search"))
         priced = ("costs", "path", "stages", "tidy")
         partition = (f"fxpipe.passes.partition_{part}" for part in priced)
-        others = ("fxpipe.passes.partition", "fxpipe.passes.checkpoints")
-        return (*family, *orders, *simulator, *partition, *others)
+        others = ("search", "bound", "partition", "checkpoints")
+        return (*orders, *simulator, *partition, *(f"fxpipe.passes.{other}" for other in others))
+    if name.startswith("fxpipe.passes.bound"):
+        return ("fxpipe.passes.bound",)
     return simulator if name in simulator else ()
 
 

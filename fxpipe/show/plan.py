@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from fxpipe.ir import Plan
-from fxpipe.passes.search_order import NAME as ORDERED
+from fxpipe.passes.search.ordered import NAME as ORDERED
 from fxpipe.planner import Answer, Question
 from fxpipe.show.table import new_table, spaced
 from fxpipe.show.texts import bytes_text, ms_text

@@ -5,31 +5,17 @@ import math
 
 import pytest
 from chains import KIB, block, plain
+from partitions import plan
 
 from fxpipe.errors import PlanError, ScheduleError
-from fxpipe.ir import Block, Chain, CheckpointMode, Link, Network, Plan, Value
+from fxpipe.ir import Block, Chain, CheckpointMode, Value
 from fxpipe.passes.checkpoints import place, recompute_table
 from fxpipe.passes.order import build
-from fxpipe.passes.partition import SOLVERS, partition
+from fxpipe.passes.partition import SOLVERS
 from fxpipe.passes.partition_costs import held_sets
 from fxpipe.passes.partition_stages import FRAGMENTATION, stage_costs
 from fxpipe.passes.simulate_costs import Message, resting_bytes
 from fxpipe.schedule import Kind
-
-LINK = Link(latency_ms=0.01, bytes_per_ms=1e5)
-
-
-def plan(chain: Chain, n_stages: int, n_microbatches: int = 4, **options: object) -> Plan:
-    settings = {
-        "schedule": "1f1b",
-        "checkpoint": CheckpointMode.NEVER,
-        "network": Network(LINK),
-        "capacity_bytes": (10**9,) * n_stages,
-        "solver": "dp",
-    }
-    return partition(
-        chain, n_stages=n_stages, n_microbatches=n_microbatches, **{**settings, **options}
-    )
 
 
 def blocks(n: int) -> list[Block]:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from chains import KIB, block, plain
-from test_partition import LINK, plan
+from partitions import LINK, plan
 
 from fxpipe.ir import Network
 from fxpipe.passes.partition_processes import with_messages_held

@@ -2,7 +2,7 @@
 
 Devices that choose by rank find a good order for most stages, but not the best for any. Here the
 order stands, whatever stages become, so a move is judged by one pass over its chains; of several
-moves the best is made, and its order then bettered by tabu search (search_tabu_kernel.py).
+moves the best is made, and its order then bettered by tabu search (tabu_kernel.py).
 """
 
 from dataclasses import replace
@@ -11,8 +11,8 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpipe.passes.search_judge import Candidate, Found, Judge
-from fxpipe.passes.search_moves import moved
+from fxpipe.passes.search.judge import Candidate, Found, Judge
+from fxpipe.passes.search.moves import moved
 
 _DRAWN = (1, 2, 4, 8)  # moves that one is chosen of
 _TRIES = 100  # to better an order after a move

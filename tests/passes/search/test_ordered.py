@@ -7,8 +7,8 @@ from chains import random_chain
 
 from fxpipe.errors import PlanError
 from fxpipe.ir import Link, Network, Plan
-from fxpipe.passes import search as search_module
-from fxpipe.passes import search_order, search_plan
+from fxpipe.passes.search import climbs, ordered
+from fxpipe.passes.search.plan import search
 from fxpipe.schedule_check import check
 
 NETWORK = Network(Link(0.01, 1e5))
@@ -17,7 +17,7 @@ NETWORK = Network(Link(0.01, 1e5))
 @pytest.fixture(autouse=True)
 def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the limit in seconds, a guard that hangs on the machine, is never met."""
-    monkeypatch.setattr(search_module, "_WORK_PER_SECOND", 10_000)
+    monkeypatch.setattr(climbs, "_WORK_PER_SECOND", 10_000)
 
 
 def planned(
@@ -27,7 +27,7 @@ def planned(
     recompute: bool = False,
     time_limit_s: float = 10.0,
 ) -> Plan:
-    return search_plan.search(
+    return search(
         random_chain(Random(seed), 16, n_skips=2),
         n_devices=2,
         n_microbatches=4,
@@ -70,11 +70,11 @@ def test_what_no_order_can_beat_is_told_of_its_stages() -> None:
 
 
 def test_there_are_no_more_actions_than_can_be_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_order, "_MOST_ACTIONS", 24)
+    monkeypatch.setattr(ordered, "_MOST_ACTIONS", 24)
     assert planned(0, "auto").schedule.n_stages > 2
     assert planned(0, "cpsat").schedule.n_stages == 2
 
-    monkeypatch.setattr(search_order, "_MOST_ACTIONS", 23)
+    monkeypatch.setattr(ordered, "_MOST_ACTIONS", 23)
     with pytest.raises(
         PlanError, match=r"24 actions at least, more than CP-SAT orders \(23\): use"
     ):

@@ -11,9 +11,9 @@ from functools import partial
 import numpy as np
 
 from fxpipe.passes.partition_tidy import MOST_LONGER
-from fxpipe.passes.search import Search
-from fxpipe.passes.search_judge import Found, SearchProblem
-from fxpipe.passes.search_tidy import joined, tidied
+from fxpipe.passes.search.climbs import Search
+from fxpipe.passes.search.judge import Found, SearchProblem
+from fxpipe.passes.search.tidy import joined, tidied
 
 _AGAIN, _SHARE = 4, 0.1  # how often it is searched again, and for which share of the time
 

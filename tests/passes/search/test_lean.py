@@ -5,14 +5,12 @@ from random import Random
 
 import pytest
 from chains import random_chain
-from test_search import little_work, problem, searched
+from searches import problem, searched
 
 from fxpipe.passes.partition_tidy import MOST_LONGER
-from fxpipe.passes.search import Search
-from fxpipe.passes.search_judge import SearchProblem
-from fxpipe.passes.search_lean import lean_search
-
-__all__ = ["little_work"]  # a fixture that each test here uses
+from fxpipe.passes.search.climbs import Search
+from fxpipe.passes.search.judge import SearchProblem
+from fxpipe.passes.search.lean import lean_search
 
 
 def asked(seed: int) -> SearchProblem:

@@ -9,13 +9,13 @@
    is likely to be shortest. Ours move the price of memory too, at which a device computes blocks
    again, and, where halves of a backward take longer than a whole one, of how many micro-batches
    it is halved. What a move is worth is told by a step in which each device chooses what it runs
-   (search_kernel.attempt). Where there is time, several climb from each shape, with chance of their
+   (rank_kernel.attempt). Where there is time, several climb from each shape, with chance of their
    own; those that fall behind are dropped.
 3. From the best of those, moves go on that keep the order of actions and better it by tabu search
-   (search_refine.py). Where nothing fits yet, most of the work goes to 2.
+   (refine.py). Where nothing fits yet, most of the work goes to 2.
 4. Neighbouring stages of one device, and halves of backwards, are put together where nothing is
-   lost by it (search_tidy.py, order_whole.py).
-5. Where memory is short, it is weighed against named schedules (search_named.py).
+   lost by it (tidy.py, order_whole.py).
+5. Where memory is short, it is weighed against named schedules (named.py).
 
 Climbs go side by side in as many threads as there are workers. What a search does hangs on `seed`
 and on the actions that it simulates, for which the time limit and the number of workers stand; the
@@ -34,11 +34,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxpipe.passes import order
+from fxpipe.passes.bound.lower import bytes_free, lower_bound_ms
 from fxpipe.passes.partition_path import even_path
-from fxpipe.passes.search_bound import bytes_free, lower_bound_ms
-from fxpipe.passes.search_judge import Candidate, Found, Judge, SearchProblem, shapes
-from fxpipe.passes.search_moves import moved
-from fxpipe.passes.search_refine import refined
+from fxpipe.passes.search.judge import Candidate, Found, Judge, SearchProblem, shapes
+from fxpipe.passes.search.moves import moved
+from fxpipe.passes.search.refine import refined
 from fxpipe.passes.simulate_numbers import KINDS
 from fxpipe.schedule import Action, Schedule
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from random import Random
 
-from fxpipe.passes.search_judge import Candidate, Found, Judge, SearchProblem
+from fxpipe.passes.search.judge import Candidate, Found, Judge, SearchProblem
 
 _DRAWN = (1, 16, 64, 256)  # ways to move bounds that one is chosen of
 _HALVED = 0.1  # how often the move is of how many backwards are halved

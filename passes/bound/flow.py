@@ -9,7 +9,7 @@ devices can have done by any time, all together, and what they could do more the
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpipe.passes.search_atoms import Atoms
+from fxpipe.passes.bound.atoms import Atoms
 
 _Floats = NDArray[np.float64]
 

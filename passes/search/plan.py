@@ -9,18 +9,19 @@ from math import inf
 
 from fxpipe.errors import PlanError
 from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
-from fxpipe.passes import checkpoints, search_order
+from fxpipe.passes import checkpoints
 from fxpipe.passes.order_whole import whole_where_it_pays
 from fxpipe.passes.partition_costs import edges_of, evaluate, segmented_costs, size_text
-from fxpipe.passes.search import Search, table_of
-from fxpipe.passes.search_judge import Found, Judge, SearchProblem
-from fxpipe.passes.search_lean import lean_search
-from fxpipe.passes.search_named import shorter_named
+from fxpipe.passes.search import ordered
+from fxpipe.passes.search.climbs import Search, table_of
+from fxpipe.passes.search.judge import Found, Judge, SearchProblem
+from fxpipe.passes.search.lean import lean_search
+from fxpipe.passes.search.named import shorter_named
 from fxpipe.passes.simulate import simulate
 from fxpipe.schedule import Schedule
 
 NAME = "auto"
-NAMES = (NAME, search_order.NAME)  # of schedules whose order is left open
+NAMES = (NAME, ordered.NAME)  # of schedules whose order is left open
 # Numbers of stages a device, of which each is a file that people read; and those of a bare chain.
 LOOPS = (1, 2, 3, 4, 6)
 _MORE_LOOPS, _MOST_STAGES = 16, 64
@@ -53,9 +54,9 @@ def search(
     default a thread for each core, four at most) give the same plan on a machine that is fast
     enough to do the work of that time. Raises PlanError where nothing that was found fits.
     """
-    orders = schedule_name == search_order.NAME
+    orders = schedule_name == ordered.NAME
     if orders:
-        loops = search_order.few_enough(loops, n_devices, n_microbatches)
+        loops = ordered.few_enough(loops, n_devices, n_microbatches)
     problem = SearchProblem(
         chain=chain,
         edges=edges_of(chain),
@@ -86,7 +87,7 @@ def search(
         raise PlanError(_does_not_fit(problem, plan))
     if not orders:
         return plan
-    return search_order.in_best_order(
+    return ordered.in_best_order(
         chain,
         plan,
         network=network,

@@ -9,7 +9,7 @@ into buffers goes by number of the micro-batch.
 import numpy as np
 
 from fxpipe.jit import compiled
-from fxpipe.passes.search_shop_kernel import (
+from fxpipe.passes.search.shop_kernel import (
     chained,
     holding,
     lasting,

@@ -10,14 +10,14 @@ from chains import block, plain
 
 from fxpipe.ir import Block, Chain, Link, Network, Value
 from fxpipe.passes import order
+from fxpipe.passes.bound.atoms import atoms_of
+from fxpipe.passes.bound.flow import following_ms
+from fxpipe.passes.bound.lower import bytes_free, lower_bound_ms
+from fxpipe.passes.bound.pace import pace_ms
 from fxpipe.passes.order_cpsat import solve
 from fxpipe.passes.order_problem import OrderProblem
 from fxpipe.passes.partition_stages import stage_costs
-from fxpipe.passes.search_atoms import atoms_of
-from fxpipe.passes.search_bound import bytes_free, lower_bound_ms
-from fxpipe.passes.search_flow import following_ms
-from fxpipe.passes.search_judge import Candidate, Judge, SearchProblem
-from fxpipe.passes.search_pace import pace_ms
+from fxpipe.passes.search.judge import Candidate, Judge, SearchProblem
 from fxpipe.schedule import Action, Kind, Schedule
 
 FREE = Network(Link(0.0, 1e30))

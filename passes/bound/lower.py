@@ -8,8 +8,8 @@ Whatever the plan, for each number of devices that work:
    forwards only: those of all devices together last no longer than m times the chain's, nor than
    those whose saved bytes fit at once.
 4. Small stages let devices begin soon, and micro-batches follow one another soon, but cost messages
-   (search_ramp.py, search_pace.py).
-5. Micro-batches follow one another through each atom (search_flow.py).
+   (ramp.py, pace.py).
+5. Micro-batches follow one another through each atom (flow.py).
 6. The device of an atom does each of its actions m times, after what has to come before the first
    of them and before what has to come after the last.
 7. All of an atom's work is one device's: long ones do not go into devices' time without a rest.
@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxpipe.ir import Chain, Network
-from fxpipe.passes.search_atoms import Atoms, atoms_of
-from fxpipe.passes.search_flow import following_ms
-from fxpipe.passes.search_pace import pace_ms
-from fxpipe.passes.search_ramp import ramp_ms
+from fxpipe.passes.bound.atoms import Atoms, atoms_of
+from fxpipe.passes.bound.flow import following_ms
+from fxpipe.passes.bound.pace import pace_ms
+from fxpipe.passes.bound.ramp import ramp_ms
 
 _Floats = NDArray[np.float64]
 

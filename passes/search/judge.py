@@ -8,15 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxpipe.ir import Chain, Network
-from fxpipe.passes import search_kernel as kernel
 from fxpipe.passes.partition_costs import crossing
 from fxpipe.passes.partition_path import Path
-from fxpipe.passes.search_alike_kernel import alike_path
-from fxpipe.passes.search_chain import chain_arrays, links_of
-from fxpipe.passes.search_cut_kernel import cut
-from fxpipe.passes.search_shift_kernel import best_shift
-from fxpipe.passes.search_shop_kernel import order_of, table_by
-from fxpipe.passes.search_tabu_kernel import best_order
+from fxpipe.passes.search import rank_kernel as kernel
+from fxpipe.passes.search.alike_kernel import alike_path
+from fxpipe.passes.search.chain import chain_arrays, links_of
+from fxpipe.passes.search.cut_kernel import cut
+from fxpipe.passes.search.shift_kernel import best_shift
+from fxpipe.passes.search.shop_kernel import order_of, table_by
+from fxpipe.passes.search.tabu_kernel import best_order
 from fxpipe.passes.simulate_kernel import run
 from fxpipe.passes.simulate_numbers import rows_of
 from fxpipe.schedule import Schedule

@@ -6,15 +6,14 @@ from random import Random
 
 import pytest
 from chains import block, plain, random_chain
-from test_search import little_work, problem, searched
+from searches import problem, searched
 
 from fxpipe.ir import CheckpointMode, Link, Network, Plan
-from fxpipe.passes import order, search_named
+from fxpipe.passes import order
 from fxpipe.passes.partition import partition
-from fxpipe.passes.search_judge import SearchProblem
-from fxpipe.passes.search_named import named_candidates, shorter_named
-
-__all__ = ["little_work"]  # a fixture that each test here uses
+from fxpipe.passes.search import named
+from fxpipe.passes.search.judge import SearchProblem
+from fxpipe.passes.search.named import named_candidates, shorter_named
 
 FREE = Network(Link(0.0, float("inf")))
 
@@ -83,7 +82,7 @@ def test_where_memory_is_short_a_search_takes_a_named_schedule_that_is_shorter(
 ) -> None:
     short, step_ms = asked(seed), zb_v(asked(seed)).estimate.step_ms
     assert hurried_ms(short) <= step_ms
-    monkeypatch.setattr(search_named, "_MOST_ACTIONS", 0)
+    monkeypatch.setattr(named, "_MOST_ACTIONS", 0)
     assert hurried_ms(short) > step_ms
 
 

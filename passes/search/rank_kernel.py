@@ -6,7 +6,7 @@ The latest times at which a step's actions could have started are the next try's
 import numpy as np
 
 from fxpipe.jit import compiled
-from fxpipe.passes.search_shop_kernel import holding, order_of, short_devices, table_by
+from fxpipe.passes.search.shop_kernel import holding, order_of, short_devices, table_by
 from fxpipe.passes.simulate_event_kernel import BACKWARD, FORWARD, INPUT, WEIGHT
 from fxpipe.passes.simulate_kernel import run
 

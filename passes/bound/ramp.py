@@ -9,7 +9,7 @@ the least that k - 1 messages take be when it can begin. At a run k, of the devi
 2. or it has none, then it waits for the gradient of its last run before k;
 3. until then it can do no more than m times the forward of its runs before k; those of all devices
    together last m * b[k-1];
-4. when the first micro-batch has come to the end, the others follow it back (search_flow.py).
+4. when the first micro-batch has come to the end, the others follow it back (flow.py).
 
 So the devices' waiting, all together, is at least the sum of these times less m * b[k-1], at each
 of the runs. A linear program finds the b that make the largest of these smallest; the least over
@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from fxpipe.passes.search_atoms import Atoms
-from fxpipe.passes.search_flow import turn_ms
+from fxpipe.passes.bound.atoms import Atoms
+from fxpipe.passes.bound.flow import turn_ms
 
 # Numbers of runs are taken together that differ by less than this share.
 _TOGETHER = 8

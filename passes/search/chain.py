@@ -16,7 +16,7 @@ _Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ChainArrays:
-    """What `search_kernel.cut` takes of a chain, in its order.
+    """What `cut_kernel.cut` takes of a chain, in its order.
 
     `..._before[k]` is the sum over the blocks before k, `crossing[k]` the bytes that cross the
     place before block k. Of the storages that blocks name, those of block k end at `..._ends[k]`;

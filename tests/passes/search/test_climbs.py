@@ -8,67 +8,19 @@ from random import Random
 import numpy as np
 import pytest
 from chains import KIB, block, halved_slowly, plain, random_chain
+from searches import NETWORK, problem, searched
 
 from fxpipe.errors import PlanError
 from fxpipe.ir import Chain, CheckpointMode, Link, Network, Value
-from fxpipe.passes import order, search_plan
-from fxpipe.passes import search as search_module
+from fxpipe.passes import order
 from fxpipe.passes.checkpoints import place
 from fxpipe.passes.partition_costs import evaluate
 from fxpipe.passes.partition_path import even_path
-from fxpipe.passes.search import Search, table_of, tapered
-from fxpipe.passes.search_judge import Candidate, Judge, SearchProblem, shapes
-from fxpipe.passes.search_shift_kernel import critical_counts, critical_ms
-from fxpipe.schedule import Schedule
-
-ROOMY = 2**40
-NETWORK = Network(Link(0.01, 1e5), {(0, 1): Link(0.05, 1e4, value_ms=0.02, byte_ms=1e-5)})
-
-
-@pytest.fixture(autouse=True)
-def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the limit in seconds, a guard that hangs on the machine, is never met."""
-    monkeypatch.setattr(search_module, "_WORK_PER_SECOND", 4000)
-
-
-def problem(
-    chain: Chain,
-    p: int,
-    m: int,
-    capacity: int = ROOMY,
-    recompute: bool = False,
-    network: Network = NETWORK,
-    table: Schedule | None = None,
-) -> SearchProblem:
-    edges = (0, *(k + 1 for k in range(len(chain.blocks) - 1) if chain.cuttable[k]))
-    return SearchProblem(
-        chain=chain,
-        edges=(*edges, len(chain.blocks)),
-        n_devices=p,
-        n_microbatches=m,
-        network=network,
-        capacity_bytes=(capacity,) * p,
-        training_factor=2.0,
-        recompute=recompute,
-        loops=(1, 2, 3),
-        table=table,
-    )
-
-
-def searched(asked: SearchProblem, seed: int = 0, time_limit_s: float = 20.0) -> search_plan.Plan:
-    return search_plan.search(
-        asked.chain,
-        n_devices=asked.n_devices,
-        n_microbatches=asked.n_microbatches,
-        network=asked.network,
-        capacity_bytes=asked.capacity_bytes,
-        training_factor=asked.training_factor,
-        recompute=asked.recompute,
-        loops=asked.loops,
-        table=asked.table,
-        seed=seed,
-        time_limit_s=time_limit_s,
-    )
+from fxpipe.passes.search import climbs
+from fxpipe.passes.search.climbs import Search, table_of, tapered
+from fxpipe.passes.search.judge import Candidate, Judge, shapes
+from fxpipe.passes.search.plan import LOOPS, chain_loops, runs
+from fxpipe.passes.search.shift_kernel import critical_counts, critical_ms
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -94,7 +46,7 @@ def test_the_judge_says_what_the_simulator_says(seed: int) -> None:
         checkpoint=place(CheckpointMode.NEVER, len(shape)),
         network=NETWORK,
         training_factor=2.0,
-        segments=[search_plan.runs(again, b, e) for b, e in pairwise(bounds)],
+        segments=[runs(again, b, e) for b, e in pairwise(bounds)],
     )
     assert found.worth == (0, pytest.approx(expected.step_ms))
     # What a segment keeps of skips is counted on the safe side.
@@ -216,11 +168,11 @@ def test_never_worse_than_a_named_schedule_on_stages_of_equal_time(seed: int) ->
         assert plan.estimate.step_ms <= found.worth[1] * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("climbs", [1, 8])
-def test_the_same_seed_gives_the_same_plan(climbs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [1, 8])
+def test_the_same_seed_gives_the_same_plan(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = problem(random_chain(Random(5), 60), 3, 6)
-    monkeypatch.setattr(search_module, "_MOST_CLIMBS", climbs)
-    monkeypatch.setattr(search_module, "_ANOTHER", 1)
+    monkeypatch.setattr(climbs, "_MOST_CLIMBS", most)
+    monkeypatch.setattr(climbs, "_ANOTHER", 1)
 
     plans = [searched(asked, seed) for seed in (1, 1, 2)]
 
@@ -414,9 +366,9 @@ def test_smaller_stages_at_both_ends_are_sooner_begun_and_sooner_done(p: int) ->
 
 
 def test_a_bare_chain_may_be_cut_into_more_stages_a_device() -> None:
-    assert search_plan.chain_loops(2) == tuple(range(1, 17))
-    assert search_plan.chain_loops(8) == tuple(range(1, 9))
-    assert search_plan.chain_loops(16) == search_plan.LOOPS
+    assert chain_loops(2) == tuple(range(1, 17))
+    assert chain_loops(8) == tuple(range(1, 9))
+    assert chain_loops(16) == LOOPS
 
 
 def test_a_search_tells_of_each_better_step() -> None:

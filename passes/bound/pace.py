@@ -22,8 +22,8 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from fxpipe.passes.search_atoms import Atoms
-from fxpipe.passes.search_flow import backwards_by, turn_times
+from fxpipe.passes.bound.atoms import Atoms
+from fxpipe.passes.bound.flow import backwards_by, turn_times
 
 # Two paces that are as near to each other are one.
 _NEAR = 1 + 1e-7

@@ -11,7 +11,7 @@ from fxpipe.passes.order_whole import whole_where_it_pays
 from fxpipe.passes.partition import partition
 from fxpipe.passes.partition_costs import edges_of, evaluate
 from fxpipe.passes.partition_path import even_path
-from fxpipe.passes.search_judge import SearchProblem
+from fxpipe.passes.search.judge import SearchProblem
 from fxpipe.runtime.manifest import CandidateSpec
 from fxpipe.schedule import Schedule
 
