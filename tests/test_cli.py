@@ -2,9 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -176,9 +173,8 @@ def test_devices_that_are_not_there(devices):
 def test_folder_that_is_not_ours_is_left_alone():
     Path("out").mkdir()
     Path("out/thesis.tex").write_text("years of work")
-    before = time.perf_counter()
-    assert "out" in refused("compile", write(), "--devices", 2, "-o", "out")
-    assert time.perf_counter() - before < 5, "refused only after all the work"
+    with mock.patch("fxpipe.compiler.capture_model", side_effect=AssertionError):
+        assert "out" in refused("compile", write(), "--devices", 2, "-o", "out")
     assert files("out") == {"thesis.tex": "years of work"}
 
 
@@ -314,15 +310,6 @@ def test_wrong_use_is_told_by_the_parser():
     options = ("--devices", 2, "-o", "out")
     assert run("compile", write(), *options, "--schedule", "fast").exit_code == 2
     assert run("compile", write(), *options, "--batch", 0).exit_code == 2
-
-
-def test_help_comes_in_half_a_second():
-    def seconds() -> float:
-        started = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "fxpipe", "--help"], capture_output=True, check=True)
-        return time.perf_counter() - started
-
-    assert sorted(seconds() for _ in range(3))[1] < 0.5
 
 
 def files(folder: str) -> dict[str, str]:

@@ -4,7 +4,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from random import Random
-from time import perf_counter
 
 import pytest
 from naive_simulator import naive
@@ -263,16 +262,6 @@ def random_table(random: Random, n: int, m: int) -> Schedule:
             row.insert(place, replace(action, kind=Kind.WEIGHT))
         table.append(tuple(row))
     return Schedule(tuple(table))
-
-
-def test_speed_of_8_devices_and_32_microbatches() -> None:
-    schedule = order.one_f_one_b(8, 32)
-    messages = [Message(j, j + 1, 1, 1) for j in range(7)]
-    start = perf_counter()
-    simulate(schedule, [StageCost(1.0, 2.0)] * 8, messages, FREE, [[False] * 32] * 8)
-
-    # A few ms; the limit leaves room for a busy machine.
-    assert perf_counter() - start < 0.05
 
 
 def test_the_loop_runs_without_machine_code_too() -> None:
