@@ -19,6 +19,7 @@ from fxpipe.runtime.manifest import OutputSpec, PortSpec, StageSpec, there
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.recomputing import is_recomputing
 from fxpipe.runtime.segment import Forward
+from fxpipe.runtime.swapping import parameter_of
 from fxpipe.schedule import Action
 
 T = TypeVar("T")
@@ -126,7 +127,7 @@ class Stage:
         """
         as_traced = (
             self.module.training
-            and not any(self.module.get_parameter(name).requires_grad for name in self.frozen)
+            and not any(parameter_of(self.module, name).requires_grad for name in self.frozen)
             and all(
                 port.spec.requires_grad >= has for port, has in zip(self.inputs, given, strict=True)
             )

@@ -20,6 +20,13 @@ def swapped(module: nn.Module, kind: str, tensors: Mapping[str, Tensor]) -> Iter
             getattr(holder, kind)[leaf] = tensor
 
 
+def parameter_of(module: nn.Module, name: str) -> Tensor:
+    """The parameter `name`, or what stands in its place: no Parameter, if that is swapped in."""
+    tensor = holder_of(module, name)._parameters[name.rpartition(".")[2]]
+    assert tensor is not None
+    return tensor
+
+
 def holder_of(module: nn.Module, name: str) -> nn.Module:
     """The submodule that holds the parameter or buffer `name`."""
     for part in name.split(".")[:-1]:

@@ -1,5 +1,7 @@
 """Outputs, gradients and buffers are the plain model's, run micro-batch by micro-batch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from pairs import all_pairs
@@ -10,6 +12,7 @@ from toys import (
     NOISY,
     SCHEDULES,
     SKIPS,
+    TIED,
     TOYS,
     assert_same_state,
     both,
@@ -216,6 +219,23 @@ def test_frozen_parameters_and_stages(tmp_path, mode):
     pipe.zero_grad()
     mean_loss(pipe(*x)).backward()
     assert_same_state(pipe, model)
+
+
+class FrozenTie(TIED.model):
+    def __init__(self):
+        super().__init__()
+        self.embed.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_parameter_of_two_lanes_may_be_frozen(tmp_path, mode):
+    toy = replace(TIED, model=FrozenTie)
+    model, pipe = both(tmp_path, toy, checkpoint=mode)
+    x = toy.inputs()
+    plain_step(toy, model, x, 4)
+    pipe.step(*x, loss_fn=mean_loss)
+    assert_same_state(pipe, model)
+    assert pipe.embed.weight.grad is None
 
 
 def test_two_runs_give_the_same_bits(tmp_path):
