@@ -40,6 +40,8 @@ from fxpipe.runtime.weights.original import Original
 # What separates a parameter's name from a key of its optimizer state: no name has it.
 _SLASH = "/"
 _LAST_WRITTEN = ".metadata"  # by torch, once all else is there
+# What an optimizer's group has that other stages' processes have otherwise.
+_OF_THIS_PLAN = ("params", "param_names")
 
 
 def save(
@@ -231,7 +233,7 @@ def _optimizer_state(pipe: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     names = _names(pipe, optimizer)
     found: dict[str, Any] = {}
     for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
+        settings = {key: value for key, value in group.items() if key not in _OF_THIS_PLAN}
         whole = SimpleNamespace(value=settings)  # a dict would be taken apart
         for parameter in group["params"]:
             name = names[parameter]
@@ -280,8 +282,9 @@ def _give_state(
     groups, states, place = [], {}, 0
     for group in optimizer.param_groups:
         own = [names[parameter] for parameter in group["params"]]
+        # A group of parameters that are all elsewhere keeps the settings that it has.
         settings = loaded[own[0]].value if own else {}
-        groups.append({**settings, "params": list(range(place, place + len(own)))})
+        groups.append({**group, **settings, "params": list(range(place, place + len(own)))})
         states.update({place + k: by_name[name] for k, name in enumerate(own) if name in by_name})
         place += len(own)
     optimizer.load_state_dict({"state": states, "param_groups": groups})

@@ -62,6 +62,17 @@ def test_the_plain_model_loads_a_pipelines_and_the_other_way_round(tmp_path):
     assert torch.equal(pipe.state_dict()["mid.bias"], other.mid.bias)
 
 
+def test_an_optimizer_of_fewer_parameters_keeps_their_names(tmp_path):
+    _, pipe = toys.both(tmp_path, toys.CHAIN)
+    optimizer = torch.optim.AdamW(pipe.named_parameters(), 0.05)
+    fxpipe.checkpoint.save(tmp_path / "last", pipe, optimizer)
+    last = [(name, p) for name, p in pipe.named_parameters() if "last" in name]
+    fewer = torch.optim.AdamW(last, 1.0)
+    fxpipe.checkpoint.load(tmp_path / "last", pipe, fewer)
+    (group,) = fewer.param_groups
+    assert (group["lr"], group["param_names"]) == (0.05, [name for name, _ in last])
+
+
 def test_the_one_before_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
     _, pipe = toys.both(tmp_path, toys.CHAIN)
     path = tmp_path / "last"

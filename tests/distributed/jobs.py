@@ -529,11 +529,20 @@ def _bad_loss(output: Tensor, _: object) -> Tensor:
     raise ZeroDivisionError("no rows")
 
 
+def adam(toy: toys.Toy, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """A group for the model's last layer, which is on one rank, and one for the others."""
+    layer = list(dict(toy.model().named_parameters()))[-1].rpartition(".")[0]
+    groups: list[list[Tensor]] = [[], []]
+    for name, parameter in model.named_parameters():
+        groups[name.startswith(layer)].append(parameter)
+    return torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "lr": lr / 2}], lr)
+
+
 def saved(folder: Path, name: str, m: int, path: Path) -> str:
     """Two steps under this plan, then a checkpoint."""
     toy = toys.TOYS[name]
     _, pipe = pair(folder, toy)
-    optimizer = torch.optim.AdamW(pipe.parameters(), 0.05)
+    optimizer = adam(toy, pipe, 0.05)
     for _ in range(2):
         optimizer.zero_grad()
         pipe.step(*toy.inputs(), loss_fn=toys.mean_loss)
@@ -558,12 +567,12 @@ def resumed(folder: Path, name: str, m: int, path: Path) -> str:
     """A third step under this plan gives what three give the plain model."""
     toy = toys.TOYS[name]
     model, pipe = pair(folder, toy)
-    plain = torch.optim.AdamW(model.parameters(), 0.05)
+    plain = adam(toy, model, 0.05)
     for _ in range(3):
         plain.zero_grad()
         toys.plain_step(toy, model, toy.inputs(), m)
         plain.step()
-    optimizer = torch.optim.AdamW(pipe.parameters(), 1.0)
+    optimizer = adam(toy, pipe, 1.0)
     assert checkpoint.load(path, pipe, optimizer) == {"step": 2, "rank": 0}
     pipe.step(*toy.inputs(), loss_fn=toys.mean_loss)
     optimizer.step()
