@@ -79,6 +79,7 @@ PRIVATE = {
         "precision.py, runtime/distributed/engine.py, runtime/weights/original.py"
     ),
     "torch.nn.Module._compiled_call_impl": "runtime/drawing.py, runtime/stage.py",
+    "torch.amp.GradScaler._unscale_grads_": "runtime/distributed/overflow.py",
     "torch.cuda._sleep": "runtime/stream.py",
     "torch._utils._flatten_dense_tensors": "runtime/written.py",
     "torch._utils._unflatten_dense_tensors": "runtime/written.py",

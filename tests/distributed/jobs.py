@@ -281,16 +281,17 @@ def training(folder: Path, name: str, m: int) -> str:
     return "equal"
 
 
-def scaled(folder: Path) -> list[tuple[float, bool]]:
+def scaled(folder: Path, frozen: Sequence[int]) -> list[tuple[float, bool]]:
     """The scale, and whether weights changed, after steps of which the first overflows on rank 1.
 
-    Rank 0's own gradients are finite in both.
+    Rank 0's own gradients are finite in both; ranks that are `frozen` have none.
     """
     _, pipe = pair(folder, toys.CHAIN)
+    pipe.requires_grad_(pipe._ranks.rank not in frozen)
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     weight = next(pipe.parameters())
-    hook = weight.register_hook(lambda g: g * torch.inf if pipe._ranks.rank else g)
+    hook = weight.register_hook(lambda g: g * torch.inf) if pipe._ranks.rank else None
     found = []
     for _ in range(2):
         before = weight.detach().clone()
@@ -299,7 +300,8 @@ def scaled(folder: Path) -> list[tuple[float, bool]]:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        hook.remove()
+        if hook is not None:
+            hook.remove()
         found.append((scaler.get_scale(), not torch.equal(weight, before)))
     return found
 

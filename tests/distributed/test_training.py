@@ -27,7 +27,9 @@ def test_a_tie_among_four_ranks_of_which_one_has_no_stage(four, tmp_path):
 
 def test_what_overflows_on_one_rank_overflows_on_all(two, tmp_path):
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 0, 1))
-    assert two.run(jobs.scaled, tmp_path) == [[(2.0, False), (4.0, True)]] * 2
+    trained, frozen = [(2.0, False), (4.0, True)], [(2.0, False), (4.0, False)]
+    assert two.run(jobs.scaled, tmp_path, ()) == [trained, trained]
+    assert two.run(jobs.scaled, tmp_path, (0,)) == [frozen, trained]
 
 
 @pytest.mark.parametrize("name", ["early", "skips"])

@@ -5,6 +5,7 @@ finite. Ranks must do so together: so where one has such a gradient, all get one
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,12 +20,33 @@ def share_overflow(scaler: GradScaler, parameters: Sequence[Tensor], ranks: Rank
     # Where it scaled no loss it doesn't know yet that it is used.
     with_gradients = [p.device for p in parameters if p.grad is not None]
     scaler.scale(torch.zeros((), device=with_gradients[0] if with_gradients else None))
-    spread_overflow(parameters, ranks)
+    overflowed = spread_overflow(parameters, ranks)
+    scaler._unscale_grads_ = partial(_unscaled, scaler, overflowed)  # type: ignore[method-assign]
 
 
-def spread_overflow(parameters: Sequence[Tensor], ranks: Ranks) -> None:
-    """Give each rank a gradient that is not finite if one has such a gradient."""
+def spread_overflow(parameters: Sequence[Tensor], ranks: Ranks) -> bool:
+    """Whether a rank has a gradient that is not finite; then each rank that has some gets one."""
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    overflowed = any(not bool(gradient.isfinite().all()) for gradient in gradients)
-    if any(ranks.gather_world(overflowed)) and not overflowed and gradients:
+    here = any(not bool(gradient.isfinite().all()) for gradient in gradients)
+    overflowed = any(ranks.gather_world(here))
+    if overflowed and not here and gradients:
         gradients[0].fill_(torch.inf)
+    return overflowed
+
+
+def _unscaled(
+    scaler: GradScaler,
+    overflowed: bool,
+    optimizer: torch.optim.Optimizer,
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    allow_fp16: bool,
+) -> dict[torch.device, Tensor]:
+    """What the scaler's own function gives; of an optimizer without gradients here, what ranks say.
+
+    The scaler would refuse such an optimizer, whose gradients may be on other ranks. Private to
+    torch: tests/test_private.py.
+    """
+    unscale = type(scaler)._unscale_grads_
+    found = unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+    return found or {found_inf.device: found_inf.fill_(float(overflowed))}
