@@ -70,8 +70,7 @@ class Engine(Original):
         if capture not in (None, "graph"):
             raise InputError(f"there is no capture {capture!r}: graph, or None")
         manifest, stages = components.applied(manifest, stages)
-        state = [spec for spec in manifest.state if spec.name not in elsewhere]
-        super().__init__(state, stages, devices, buffers, elsewhere)
+        super().__init__(manifest.state, stages, devices, buffers, elsewhere)
         self._components = components
         self._manifest = manifest
         self._schedule = schedule

@@ -366,7 +366,13 @@ def other_losses(folder: Path) -> str:
     def aux(output: dict[str, Tensor], _: object) -> Tensor:
         return output["aux"].pow(2).sum(1).mean()
 
-    for loss_fn in (logits, aux, logits, aux):
+    def both(output: dict[str, Tensor], target: object, weights: Sequence[float]) -> Tensor:
+        losses = zip((logits, aux), weights, strict=True)
+        parts = [weight * loss_fn(output, target) for loss_fn, weight in losses if weight]
+        return torch.stack(parts).sum()
+
+    changing = [partial(both, weights=weights) for weights in ((0, 1), (1, 2), (1, 0), (0, 3))]
+    for loss_fn in (logits, aux, logits, aux, *changing):
         pipe.zero_grad()
         model.zero_grad()
         expected = loss_fn(model(*inputs), None)
@@ -654,6 +660,26 @@ def weights_saved(folder: Path, name: str, paths: Sequence[Path], dp: int = 1) -
             state = model.state_dict()
             assert all(torch.equal(t, state[name]) for name, t in pipe.state_dict().items())
     return opened
+
+
+def weights_refused(folder: Path, path: Path) -> list[str]:
+    """What loading says, on a rank that has its part and on one that has not; nothing is loaded."""
+    model, pipe = pair(folder, toys.TIED)
+    state = {name: tensor * 2 for name, tensor in model.state_dict().items()}
+    lacking = {name: tensor for name, tensor in state.items() if name != "mid.weight"}
+    misshapen = {**state, "mid.bias": torch.zeros(3)}
+    loads: list[Callable[[], object]] = [lambda: pipe.load_weights(path)]
+    loads += [partial(pipe.load_state_dict, given) for given in (lacking, misshapen)]
+    found = []
+    for load_them in loads:
+        try:
+            load_them()
+        except WeightsError as error:
+            found.append(str(error))
+    plain = model.state_dict()
+    assert all(torch.equal(t, plain[name]) for name, t in pipe.state_dict().items())
+    pipe.load_state_dict(pipe.state_dict())
+    return found
 
 
 def weights_not_saved(folder: Path, path: Path) -> str:

@@ -6,7 +6,7 @@ import jobs
 import pytest
 import torch
 import toys
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 
 @pytest.mark.parametrize(("name", "devices"), [("tied", (1, 0, 0)), ("normed", (0, 1))])
@@ -53,3 +53,15 @@ def test_where_one_rank_fails_all_say_so_and_what_was_there_stays(two, tmp_path)
         "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
     ]
+
+
+def test_all_ranks_refuse_weights_that_do_not_fit_one(two, tmp_path):
+    toys.write(tmp_path, toys.TIED, 3, devices=(0, 1, 0))
+    state = toys.TIED.model().state_dict()
+    save_file({"embed.weight": state["embed.weight"]}, tmp_path / "lacking.safetensors")
+    errors, others = two.run(jobs.weights_refused, tmp_path, tmp_path / "lacking.safetensors")
+    assert errors == others
+    gone, missing, misshapen = errors
+    assert "2 missing: mid.weight, mid.bias" in gone
+    assert "1 missing: mid.weight" in missing
+    assert "1 of another shape: mid.bias: expected [6], found [3]" in misshapen

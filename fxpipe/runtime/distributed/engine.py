@@ -67,8 +67,7 @@ class RankEngine(Pipeline):
         first = first_names(manifest)
         elsewhere = frozenset(name for name in first if rank not in held[first[name]])
         own = [stage for stage in stages if homes[stage.index] == rank]
-        values = {name: value for name, value in buffers.items() if name not in elsewhere}
-        super().__init__(manifest, schedule, own, [device], values, elsewhere=elsewhere)
+        super().__init__(manifest, schedule, own, [device], buffers, elsewhere=elsewhere)
         self._ranks = ranks
         self._homes = (*homes, homes[-1])
         self._everywhere = stages
@@ -168,8 +167,7 @@ class RankEngine(Pipeline):
         shape = partial(self._plan.shape, meeting.given)
         exchange = Exchange(self._ranks, self._transport, call, rows, known, shape)
         self._exchange(step, exchange, call, self._ranks.wait, meeting)
-        if known is None:
-            self._layouts[meeting.kind] = exchange.learnt
+        self._layouts[meeting.kind] = exchange.learnt
 
     def _exchange(
         self,

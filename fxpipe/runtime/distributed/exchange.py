@@ -2,8 +2,9 @@
 
 Shapes are the plan's. What the plan can't know, the dtype under autocast, how a value lies in
 memory, and which gradients there are, each message says for itself the first time that the pipeline
-is called in some way; from then on both ends know. Only a value whose shape depends on data tells
-it each time.
+is called in some way; from then on both ends know. A value whose shape depends on data tells it
+each time. So does a gradient that was not there; one that is not there any more is marked
+(absence.py): a loss may use an output in some steps only.
 """
 
 from collections import defaultdict, deque
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from fxpipe.errors import StageError
 from fxpipe.runtime.call import Call
+from fxpipe.runtime.distributed.absence import is_absent, mark_absent
 from fxpipe.runtime.distributed.messages import Message, Row, maker
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.distributed.transport import Transport
@@ -52,12 +54,16 @@ class Layout:
         order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
         return cls(tensor.dtype, gradient, tuple(order))
 
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} with a gradient" if self.gradient else dtype
+
     def empty(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Memory for such a message."""
         return torch.empty_permuted(shape, self.order, dtype=self.dtype, device=device)
 
 
-# None: there is no gradient to send.
+# None: there was no gradient to send.
 Layouts = Mapping[Message, Layout | None]
 
 
@@ -121,6 +127,8 @@ class Exchange:
             layout, tensor = posted.layout, posted.tensor
             if posted.header is not None:
                 layout, tensor = self._heard(message, posted.header)
+            elif message.what == "gradient" and tensor is not None and is_absent(tensor):
+                tensor = None
         except RuntimeError as error:
             self._ranks.lose(message.source, error)
             return
@@ -147,19 +155,18 @@ class Exchange:
                 f"{message} has shape {list(tensor.shape)}, plan.json says {list(shape)}: make the "
                 "stage file and plan.json fit, or compile again"
             )
-        if self._layouts is None or shape is None:
+        layout = self._known(message)
+        if layout is None or shape is None:
             self._tell(message, tensor, gradient)
             return
-        layout = self._layouts[message]
-        if layout is None and tensor is None:
-            return
         if tensor is None:
-            assert layout is not None
-            tensor = torch.zeros(shape, dtype=layout.dtype, device=self._device)
-        if layout is None or (layout.dtype, layout.gradient) != (tensor.dtype, gradient):
+            tensor = layout.empty(shape, self._device)
+            mark_absent(tensor, str(message))
+        elif (layout.dtype, layout.gradient) != (tensor.dtype, gradient):
+            now, before = Layout.of(tensor, gradient), layout
             raise StageError(
-                f"{message} is another one than in earlier calls: {Layout.of(tensor, gradient)}, "
-                f"before {layout or 'none'}. What has a gradient must not depend on data"
+                f"{message} is {now}, in earlier calls {before}: dtypes, and what has a gradient, "
+                "must not depend on data"
             )
         self._begin(message, tensor.permute(layout.order), _KNOWN)
 
@@ -182,6 +189,10 @@ class Exchange:
             f"{action}: stage {action.stage}, micro-batch {action.microbatch}, "
             f"from rank {self._ranks.in_world(self._waiting.source)}"
         )
+
+    def _known(self, message: Message) -> Layout | None:
+        """What both ends know of it, if they do and there was one."""
+        return None if self._layouts is None else self._layouts[message]
 
     def _begin(self, message: Message, tensor: Tensor, tag: int) -> None:
         if tensor.numel():
@@ -222,13 +233,10 @@ class Exchange:
         if message.what == "random":
             tensor = torch.empty(_random_bytes(self._device), dtype=torch.uint8)
             return _Posted(None, tensor, work=self._receiving(message, tensor, _KNOWN))
-        shape = self._shape(message)
-        if self._layouts is None or shape is None:
+        shape, layout = self._shape(message), self._known(message)
+        if layout is None or shape is None:
             header = torch.empty(_HEADER_SIZE, dtype=torch.int64)
             return _Posted(None, None, header, self._receiving(message, header, _HEADER))
-        layout = self._layouts[message]
-        if layout is None:
-            return _Posted(None)
         tensor = layout.empty(shape, self._device)
         if not tensor.numel():
             return _Posted(layout, tensor)

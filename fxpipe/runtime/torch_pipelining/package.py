@@ -71,9 +71,7 @@ class TorchPipelining(Original):
                 made.append(TorchStage(module, len(stages), _tied(manifest, stage.index), group))
         held, first = holders(manifest), first_names(manifest)
         elsewhere = frozenset(name for name in first if rank not in held[first[name]])
-        state = [spec for spec in manifest.state if spec.name not in elsewhere]
-        values = {name: value for name, value in buffers.items() if name not in elsewhere}
-        super().__init__(state, own, [own[0].device], values, elsewhere)
+        super().__init__(manifest.state, own, [own[0].device], buffers, elsewhere)
         self._torch_stages = tuple(made)
         self._ends = ends
         self._table = folder / "schedule.csv"

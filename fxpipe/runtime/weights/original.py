@@ -14,7 +14,7 @@ from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.stream import Device
 from fxpipe.runtime.weights import check as weights
 from fxpipe.runtime.weights.files import WeightFiles
-from fxpipe.runtime.weights.state import State
+from fxpipe.runtime.weights.state import State, keys_of
 
 
 def _with_extra(pipe: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -38,14 +38,17 @@ class Original(nn.Module):
         buffers: Mapping[str, Tensor],
         elsewhere: frozenset[str] = frozenset(),
     ) -> None:
-        """`elsewhere` are the names that other processes hold: they are passed over in loading."""
+        """`state` and `buffers` are the whole model's, `elsewhere` the names that others hold."""
         super().__init__()
         self._elsewhere = elsewhere
+        self._specs = tuple(spec for spec in state if spec.kind != "constant")
+        own = [spec for spec in state if spec.name not in elsewhere]
+        values = {name: value for name, value in buffers.items() if name not in elsewhere}
         # A tuple, so that the stages' modules are not registered a second time.
         self._stages = tuple(stages)
         self._devices = tuple(devices)
-        self._state = State(self, state, self._stages)
-        self._state.load_buffers(self, buffers)
+        self._state = State(self, own, self._stages)
+        self._state.load_buffers(self, values)
         self._extra: dict[str, Any] = {}
         self.register_state_dict_post_hook(_with_extra)  # type: ignore[no-untyped-call]
 
@@ -61,22 +64,24 @@ class Original(nn.Module):
     ) -> Any:
         """Load the original model's weights; nothing is loaded unless all fit.
 
+        Over processes each takes its part of the whole model's, or of its own alone.
+
         What its modules' `get_extra_state` gave is kept, and given back by `state_dict`. Raises
         WeightsError that names all missing, unexpected and wrongly shaped keys.
         """
         tensors = self._tensors()
-        wanted = {name: tensor.shape for name, tensor in tensors.items()}
+        wanted = self._wanted(tensors, whole=not self._elsewhere.isdisjoint(state_dict))
         extra = {
             key: value
             for key, value in state_dict.items()
             if key not in wanted and key.rpartition(".")[2] == "_extra_state"
         }
-        passed = self._elsewhere.union(extra)
-        given = {key: value for key, value in state_dict.items() if key not in passed}
+        given = {key: value for key, value in state_dict.items() if key not in extra}
         weights.check(wanted, given, lambda name: given[name].shape, strict, "the state_dict")
         parts = {
             key: self._part(tensors[key], value) if key in tensors else value
             for key, value in given.items()
+            if key not in self._elsewhere
         }
         result = super().load_state_dict(parts, strict, assign)
         self._extra |= extra
@@ -93,8 +98,8 @@ class Original(nn.Module):
         """
         tensors = self._tensors()
         with WeightFiles(path) as files:
-            keys = self._state.keys_of(key for key in files.keys if key not in self._elsewhere)
-            wanted = {name: tensor.shape for name, tensor in tensors.items()}
+            keys = keys_of(self._specs, files.keys)
+            wanted = self._wanted(tensors, whole=True)
             weights.check(wanted, keys, lambda name: files.shape(keys[name]), strict, str(path))
             targets = {keys[name]: tensors[name] for name in keys if name in tensors}
             for key, tensor in targets.items():
@@ -121,6 +126,12 @@ class Original(nn.Module):
     def _part(self, held: Tensor, given: Tensor) -> Tensor:
         """What this process has of a tensor that was `given`, as it has `held`."""
         return given
+
+    def _wanted(self, tensors: Mapping[str, Tensor], whole: bool) -> dict[str, torch.Size]:
+        """Shapes of this process's `tensors`; of the `whole` model's, so that all refuse alike."""
+        wanted = {name: tensor.shape for name, tensor in tensors.items()}
+        others = [spec for spec in self._specs if whole and spec.name in self._elsewhere]
+        return wanted | {spec.name: torch.Size(spec.spec.sizes({})) for spec in others}
 
     def _tensors(self) -> dict[str, Tensor]:
         """The state_dict without what modules added to it."""

@@ -108,17 +108,6 @@ class State:
                 _tensor(root, name).copy_(value)
         self.bind(root)
 
-    def keys_of(self, given: Iterable[str]) -> dict[str, str]:
-        """Each given key by its name; of a tensor whose name is not given, another of its names."""
-        keys = {key: key for key in given}
-        tied: dict[str, str] = {}
-        for spec in self._specs:
-            if spec.name in keys:
-                tied.setdefault(_first_name(spec), spec.name)
-        absent = [spec for spec in self._specs if spec.name not in keys]
-        found = {spec.name: tied[_first_name(spec)] for spec in absent if _first_name(spec) in tied}
-        return keys | found
-
     def _initial(self, spec: StateSpec) -> Tensor:
         uses = self._uses.get(_first_name(spec))
         if uses is None:
@@ -141,6 +130,18 @@ class State:
             for stage, name in uses
             if stage.lane != uses[0][0].lane and name in stage.spec.parameters
         ]
+
+
+def keys_of(specs: Sequence[StateSpec], given: Iterable[str]) -> dict[str, str]:
+    """Each given key by its name; of a tensor whose name is not given, another of its names."""
+    keys = {key: key for key in given}
+    tied: dict[str, str] = {}
+    for spec in specs:
+        if spec.name in keys:
+            tied.setdefault(_first_name(spec), spec.name)
+    absent = [spec for spec in specs if spec.name not in keys]
+    found = {spec.name: tied[_first_name(spec)] for spec in absent if _first_name(spec) in tied}
+    return keys | found
 
 
 def _first_name(spec: StateSpec) -> str:
