@@ -25,6 +25,12 @@ class Ambient:
     autocast: tuple[Autocast, ...]
     autocast_cache: bool
 
+    @property
+    def autocast_text(self) -> str:
+        """Under which autocast it is, in words."""
+        each = [f"{one.device_type} to {one.dtype}" for one in self.autocast if one.enabled]
+        return f"under autocast on {' and '.join(each)}" if each else "under no autocast"
+
     @classmethod
     def capture(cls) -> "Ambient":
         """The settings of this thread."""

@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 import toys
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.errors import InputError
 
 if TYPE_CHECKING:  # its import takes seconds, which not all ranks need
     from fxpipe.runtime.torch_pipelining.package import TorchPipelining
@@ -139,8 +141,12 @@ def other_losses(folder: Path, m: int) -> str:
         for each in (model, parts):
             each.zero_grad()
         loss_fn(model(*inputs), None).backward()
+        schedule = parts.schedule(loss_fn)
+        for target in (None, {"y": torch.zeros(8)}) if last else ():
+            with pytest.raises(InputError, match="the rank of the last stage gives a tensor"):
+                schedule.step(*(inputs if first else ()), target=target)
         target = torch.zeros(8) if last else None
-        parts.schedule(loss_fn).step(*(inputs if first else ()), target=target)
+        schedule.step(*(inputs if first else ()), target=target)
         assert_same_state(parts, model)
     return "equal"
 

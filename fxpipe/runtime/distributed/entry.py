@@ -89,10 +89,11 @@ class Entry:
                 inputs, given = self._given(args, kwargs, read)
             except InputError as error:
                 problem = str(error)
-            ambient = Ambient.capture()
+            autocast = Ambient.capture().autocast_text
             parameters = tuple((p.dtype, p.requires_grad) for p in module.parameters())
-            own = (ambient.autocast, _digest(parameters), *kind)
-            telling = self._words.begin(Word(what, module.training, given, problem, own))
+            own = (_digest(parameters), *kind)
+            word = Word(what, module.training, autocast, given, problem, own)
+            telling = self._words.begin(word)
         if early and telling.likely is not None:
             with suppress(InputError):  # it was one then: what is it now?
                 return inputs, self._met(telling.likely, telling)
@@ -116,8 +117,9 @@ class Entry:
         replicas = agreed(words, self._ranks.size)
         found, own = replicas[self._ranks.replica], words[self._ranks.world_rank]
         # Sizes are no part of it: the shapes are the plan's.
-        alike = (own.what, own.training, len(found.rows), found.dtypes, found.gradients)
-        kind = (*alike, *(word.kind for word in words))
+        called = (own.what, own.training, own.autocast)
+        inputs = (len(found.rows), found.dtypes, found.gradients)
+        kind = (*called, *inputs, *(word.kind for word in words))
         return Meeting(replicas, found, kind, telling)
 
     def _given(

@@ -59,13 +59,14 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A rank's call: `what` it is, its mode, its inputs, or why it can't go on.
+    """A rank's call: by `what` it was made, its mode, its inputs, or why it can't go on.
 
     `kind` is all else that dtypes and gradients of what ranks send each other may depend on.
     """
 
     what: str
     training: bool
+    autocast: str
     given: Given | None
     problem: str | None
     kind: object
@@ -138,8 +139,9 @@ def agreed(words: Sequence[Word], size: int) -> list[Given]:
         raise InputError("\n".join(problems))
     for rank, word in enumerate(words):
         for found, first in [
-            (f"was called with {word.what}", f"with {words[0].what}"),
+            (f"was called {word.what}", words[0].what),
             (f"is in {_mode(word)} mode", f"in {_mode(words[0])} mode"),
+            (f"is {word.autocast}", words[0].autocast),
         ]:
             if not found.endswith(first):
                 raise InputError(f"rank {rank} {found}, rank 0 {first}: call all ranks alike")

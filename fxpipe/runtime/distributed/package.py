@@ -36,6 +36,7 @@ def load_rank(
         "backend of torch.distributed": dist.get_backend_config(),
         "outputs": outputs,
         "fully_shard": fully_shard,
+        "deferred_batch_norm": deferred_batch_norm,
         "weights": (folder / "weights").is_dir(),
         **code_digests(folder),
     }

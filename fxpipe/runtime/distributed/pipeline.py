@@ -45,7 +45,7 @@ class DistributedPipeline(RankEngine):
             )
         microbatch.refuse_unmergeable(self._manifest, self.training)
         self._ranks.progress.begin("evaluation")
-        inputs, meeting = self._meet("an input", args, kwargs)
+        inputs, meeting = self._meet("as pipe(...)", args, kwargs)
 
         def evaluate(meeting: Meeting) -> list[Any] | None:
             with self._ranks.telling():
@@ -79,7 +79,7 @@ class DistributedPipeline(RankEngine):
             raise InputError("step computes gradients: call it outside of torch.no_grad()")
         scaled = scaler is not None and scaler.is_enabled()
         self._ranks.progress.begin("step")
-        inputs, meeting = self._meet("a step", args, kwargs, place_of(loss_fn), scaled)
+        inputs, meeting = self._meet("as pipe.step(...)", args, kwargs, place_of(loss_fn), scaled)
 
         def train(meeting: Meeting) -> Tensor:
             with self._ranks.telling():

@@ -66,10 +66,10 @@ def begin(pipe: "RankEngine", first: Visit, m: int) -> ReplicatedCall:
         tuple(tensor.dtype for tensor in inputs),
         tuple(tensor.requires_grad for tensor in inputs),
     )
-    what = f"{m} closures" if grad else f"{m} closures without gradients"
+    what = f"with {m} closures" if grad else f"with {m} closures without gradients"
     ranks.progress.begin("step of closures")
     with ranks.telling():
-        word = Word(what, pipe.training, given, None, None)
+        word = Word(what, pipe.training, first.ambient.autocast_text, given, None, None)
         found = ranks.gather((word, sampled(0, first.piece)))
     agreed([word for word, _ in found], ranks.size)
     refuse_differing([samples for _, samples in found])

@@ -134,12 +134,21 @@ class TableSchedule(_PipelineScheduleRuntime):
             for rank, row in self._whole.items()
         }
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Torch's step. Raises InputError, before it begins, for a batch of another size."""
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+        """Torch's step. Raises InputError, before it begins, for a batch of another size.
+
+        So it does for a `target` that is no tensor: torch cuts it as the batch.
+        """
+        needed = self._has_backward and any(stage.is_last for stage in self._stages)
+        if needed and not isinstance(target, Tensor):
+            raise InputError(
+                f"target is {type(target).__name__}: the rank of the last stage gives a tensor, "
+                "which torch cuts along its first dimension into micro-batches"
+            )
         # Theirs would walk through the backwards, and fail where neighbours share a rank.
         self.pipeline_order_with_comms = self._whole if self._has_backward else self._forwards
         try:
-            return super().step(*args, **kwargs)
+            return super().step(*args, target=target, **kwargs)
         finally:
             self._after()
 

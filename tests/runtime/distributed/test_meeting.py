@@ -12,7 +12,7 @@ from fxpipe.runtime.distributed.meeting import Given, Word, Words, agreed
 
 GIVEN = Given((2, 1), (("batch", 3),), (torch.float32,), (False,))
 NOTHING = Given((), (), (None,), (None,))
-WORD = Word("a step", True, GIVEN, None, None)
+WORD = Word("as pipe.step(...)", True, "under no autocast", GIVEN, None, None)
 
 
 def test_inputs_on_one_rank_are_enough():
@@ -37,7 +37,14 @@ def test_each_rank_may_have_some_of_the_inputs():
     [
         (replace(WORD, problem="no x"), "rank 1: no x"),
         (replace(WORD, training=False), "rank 1 is in eval mode, rank 0 in training mode"),
-        (replace(WORD, what="an input"), "rank 1 was called with an input, rank 0 with a step"),
+        (
+            replace(WORD, what="as pipe(...)"),
+            "rank 1 was called as pipe(...), rank 0 as pipe.step(...)",
+        ),
+        (
+            replace(WORD, autocast="under autocast on cpu to torch.bfloat16"),
+            "rank 1 is under autocast on cpu to torch.bfloat16, rank 0 under no autocast",
+        ),
         (
             replace(WORD, given=replace(GIVEN, gradients=(True,))),
             "of batch 3, torch.float32, 0 of them with a gradient; rank 1 of batch 3, "
