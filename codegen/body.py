@@ -112,15 +112,14 @@ class Body:
             yield Line(f"with {', '.join(_settings(region))}:")
 
     def _branch(self, mode: bool | None) -> Iterator[Line]:
-        """What only one mode runs stands below an `if`."""
+        """What only one mode runs stands below an `if`, that of train mode first."""
         if mode is self._mode:
             return
         if self._mode is not None:
             self._indent = self._indent[4:]
         if mode is not None:
-            other = "else:" if self._mode is not None else None
             condition = "self.training" if mode else "not self.training"
-            yield Line(self._indent + (other or f"if {condition}:"))
+            yield Line(self._indent + ("else:" if self._mode else f"if {condition}:"))
             self._indent += "    "
         self._short = {}  # what one branch binds is unknown to the other, and behind both
         self._mode = mode

@@ -82,6 +82,17 @@ class Only(Base):
         return x.relu()
 
 
+class Branches(Base):
+    """Written in train mode, read in eval mode, by ops of the same kind."""
+
+    def step(self, x):
+        if self.training:
+            self.total.copy_(x.detach().mean(0) * 0.9)
+        else:
+            x = x + self.total * 0.5
+        return x
+
+
 class Plain(Base):
     """A tensor that is no buffer."""
 
@@ -110,7 +121,7 @@ def rows(batch):
     return {"x": torch.randn(batch, 6)}
 
 
-KINDS = [Average, Old, Swapped, Kept, Twice, Only, Plain]
+KINDS = [Average, Old, Swapped, Kept, Twice, Only, Branches, Plain]
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])

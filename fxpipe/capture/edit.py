@@ -22,12 +22,12 @@ class Flags:
         }
 
     def attribute(self, name: str) -> fx.Node:
-        """The node that reads `name`."""
+        """The node that reads `name`. It stands first, so that any op may use it."""
         if name not in self._attributes:
-            with self._graph.inserting_before(next(iter(self._graph.nodes))):
-                self._attributes[name] = self._graph.get_attr(name)
+            self._attributes[name] = self._graph.get_attr(name)
             text = {TRAINING: "self.training", DTYPE: "dtype"}.get(name)
             self._attributes[name].meta.update({} if text is None else {"text": text})
+        next(iter(self._graph.nodes)).prepend(self._attributes[name])
         return self._attributes[name]
 
     def call(

@@ -73,20 +73,30 @@ class _Merge:
         return SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
 
     def run(self, outputs: Structure) -> Structure:
-        """Pair equal ops; what stands between is of one mode. Gives `outputs` for both."""
+        """Pair equal ops; all that stands between two pairs is of one mode, or of the other.
+
+        Gives `outputs` for both.
+        """
         ours, theirs = ops_of(self.graph), ops_of(self.twin)
+        training: list[fx.Node] = []
+        evaluation: list[fx.Node] = []
         self.mapped.update(
             (n, self.flags.attribute(str(n.target))) for n in self.twin.nodes if n.op == "get_attr"
         )
         for tag, i1, i2, j1, j2 in self._parts():
-            if tag == "equal":
-                for node, twin in zip(ours[i1:i2], theirs[j1:j2], strict=True):
-                    if self._compatible(node, twin):
-                        self._pair(node, twin)
-                    else:
-                        self._only([node], [twin])
-            else:
-                self._only(ours[i1:i2], theirs[j1:j2])
+            if tag != "equal":
+                training += ours[i1:i2]
+                evaluation += theirs[j1:j2]
+                continue
+            for node, twin in zip(ours[i1:i2], theirs[j1:j2], strict=True):
+                if self._compatible(node, twin):
+                    self._only(training, evaluation)
+                    training, evaluation = [], []
+                    self._pair(node, twin)
+                else:
+                    training.append(node)
+                    evaluation.append(twin)
+        self._only(training, evaluation)
         if "eval" in outputs:
             return {**outputs, "eval": renumbered(outputs["eval"], self._more_outputs())}
         self._join(self.graph.output_node(), self.twin.output_node())

@@ -147,6 +147,42 @@ def test_a_write_in_place_stays_a_statement():
     ]
 
 
+def test_each_mode_stands_in_one_branch():
+    class Shrinks(nn.Module):
+        def forward(self, x):
+            x = (x * 2).relu() + 1 if self.training else (x * 3).sigmoid() - 1
+            return x.exp()
+
+    assert body(Shrinks(), torch.randn(4, 6)) == [
+        "if self.training:",
+        "    x_2 = (x * 2).relu() + 1",
+        "else:",
+        "    x = (x * 3).sigmoid() - 1",
+        "x = x_2 if self.training else x",
+        "return x.exp()",
+    ]
+
+
+def test_two_branches_may_meet_where_nobody_reads_what_stood_between():
+    class Meets(nn.Module):
+        def forward(self, x):
+            x = x.sin() if self.training else x.cos()
+            x.exp()
+            return x.tan() if self.training else x.abs()
+
+    assert body(Meets(), torch.randn(4, 6)) == [
+        "if self.training:",
+        "    x_2 = x.sin()",
+        "else:",
+        "    x = x.cos()",
+        "if self.training:",
+        "    tan = x_2.tan()",
+        "else:",
+        "    magnitude = x.abs()",
+        "return tan if self.training else magnitude",
+    ]
+
+
 def test_a_modules_variable_bound_in_one_mode_is_not_used_behind_it(tmp_path):
     class Inner(nn.Module):
         def __init__(self):
