@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fxpipe.capture import capture
 from fxpipe.capture.inputs import bind
 from fxpipe.capture.names import model_names
+from fxpipe.capture.region import Excerpt
 from fxpipe.errors import CaptureError, FxpipeError, InputError
 from fxpipe.ir import Capture
 from fxpipe.ops.interpret import untouched
@@ -227,7 +228,7 @@ def _as_module(model: nn.Module, run: _Run) -> nn.Module:
     forward.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     name = type(run.calls[0].module if len(paths) == 1 else model).__name__
     fields: dict[str, Callable[..., Any]] = {"forward": forward}
-    made: nn.Module = object.__new__(type(name, (nn.Module,), fields))
+    made: nn.Module = object.__new__(type(name, (Excerpt,), fields))
     made.__dict__ = dict(model.__dict__)
     return made
 

@@ -262,6 +262,15 @@ def test_wrong_use_is_told(module, options, says):
         torch.compile(module, backend=backend, options=settings)(torch.randn(4, 6))
 
 
+def test_an_input_that_is_written_in_place_is_told():
+    class Writing(models.Chain):
+        def forward(self, x):
+            return self.layers(x.mul_(2))
+
+    with pytest.raises(CaptureError, match="writes its input 'x' in place: what is around it"):
+        compiled(Writing())(torch.randn(4, 6))
+
+
 def test_one_of_many_processes_is_told_how_they_make_one_pipeline(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(BackendCompilerFailed, match=r"one process.*load\(OUT, distributed=True\)"):

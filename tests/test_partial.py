@@ -75,6 +75,14 @@ class Submodule(models.Chain):
         return self.layers(x * 2 if x.sum() > 0 else x)
 
 
+class Writes(Submodule):
+    """The first layer writes what it is given, which the model may read after."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers.insert(0, nn.ReLU(inplace=True))
+
+
 class Shown(Stack):
     """Gives what stands between its blocks too."""
 
@@ -130,6 +138,7 @@ PARTS = {
     End: ("blocks.0", "blocks.1", "blocks.2", "blocks.3"),
     Inside: ("blocks.2", "blocks.3"),
     Submodule: ("layers",),
+    Writes: ("layers.1", "layers.2", "layers.3", "layers.4"),
     Shown: ("blocks.2", "blocks.3"),
     Experts: ("body",),
 }

@@ -2,50 +2,43 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.capture.assigned import (
-    assigned,
-    attribute_marks,
-    changed,
-    copy_what_is_kept,
-    move_writes,
-    write_back,
-)
+from fxpipe.capture.assigned import copy_what_is_kept, move_writes, write_back
 from fxpipe.capture.calls import CallCheck
 from fxpipe.capture.check import Check, Checked
 from fxpipe.capture.dtypes import open_dtypes
 from fxpipe.capture.dynamo import FlatModel, dynamo_graph
 from fxpipe.capture.fingerprint import fingerprint
+from fxpipe.capture.first_calls import first_calls
 from fxpipe.capture.functions import Functions
 from fxpipe.capture.graph import own_graph
-from fxpipe.capture.inputs import Form, batch_of, bind, copies, flat_inputs, input_names, with_rows
+from fxpipe.capture.inputs import batch_of, bind, copies, flat_inputs, input_names, with_rows
 from fxpipe.capture.modes import depends_on_mode, merge_modes
-from fxpipe.capture.names import ModelNames, all_tensors, model_names
-from fxpipe.capture.places import user_place
+from fxpipe.capture.names import ModelNames, model_names
 from fxpipe.capture.refuse import (
     refuse_hooks,
     refuse_lazy,
     refuse_new_buffers,
     refuse_shared_memory,
+    refuse_written_inputs,
 )
-from fxpipe.capture.region import Region
+from fxpipe.capture.region import Excerpt, Region
 from fxpipe.capture.simplify import simplify
 from fxpipe.capture.sizes import Sizes, describe_sizes, elsewhere, resized, together
 from fxpipe.capture.stock_calls import call_stock_modules
 from fxpipe.capture.variables import name_values
-from fxpipe.errors import CaptureError, InputError
+from fxpipe.errors import CaptureError
 from fxpipe.ir import Capture, Input, Op
 from fxpipe.memory import faked, lacks_memory
 from fxpipe.ops.interpret import model_dtype, untouched
 from fxpipe.ops.specs import tensor_spec
 from fxpipe.runtime.manifest import TensorSpec
-from fxpipe.runtime.structure import Structure, describe, rebuild
+from fxpipe.runtime.structure import Structure, describe
 
 __all__ = ["capture", "flat_inputs"]
 
@@ -55,10 +48,10 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
     Other sizes of inputs are left open too where the model takes any, such as a sequence's length.
     A tensor whose dimension 0 is as long as that of the first one with more than one row is a batch
-    of rows; others go whole to each micro-batch. Parameters, buffers, random state and train flags
-    are as before afterwards. A model without memory is captured as well, though no values can be
-    compared. Raises InputError if forward does not take the inputs, CaptureError if it can't be
-    captured.
+    of rows; others go whole to each micro-batch. One that forward writes in place is copied first.
+    Parameters, buffers, random state and train flags are as before afterwards. A model without
+    memory is captured as well, though no values can be compared. Raises InputError if forward does
+    not take the inputs, CaptureError if it can't be captured.
     """
     refuse_lazy(model)
     if not isinstance(model, Region):  # whose parameters stay the program's own
@@ -73,20 +66,18 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     with untouched(model, names.state):
         model.train()
         with contextlib.ExitStack() as stack:
-            another = functools.partial(copies, tensors)
+            calls = copies(tensors), copies(tensors)
             if memoryless:
                 fake = stack.enter_context(faked(model))
                 stack.enter_context(fake.mode)
-                another = functools.partial(fake.copies, tensors)
-            before = attribute_marks(model)
-            outputs, replaced = _first_calls(
-                model, form, lambda: rebuild(input_structure, another())
-            )
+                calls = fake.copies(tensors), fake.copies(tensors)
+            seen = first_calls(model, form, input_structure, tensors, calls)
             refuse_new_buffers(names.saved, model)
-            changing = changed(before, attribute_marks(model))
-        flat = FlatModel(model, form, input_structure, outputs, replaced)
         inputs = input_names(input_structure)
-        trace = functools.partial(_trace, flat, names, tensors, batched, inputs, changing)
+        if isinstance(model, Excerpt):
+            refuse_written_inputs(model, inputs, seen.written)
+        flat = FlatModel(model, form, input_structure, seen)
+        trace = functools.partial(_trace, flat, names, tensors, batched, inputs)
         try:
             traced = trace(free=not isinstance(model, Region))
         except Exception:  # the model is too much for symbols, or is wrong: the next one tells
@@ -136,28 +127,6 @@ def _checked(found: Checked, evaluates: bool, memoryless: bool) -> str:
     return f"{modes}, by the calls of torch alone" if memoryless else modes
 
 
-def _first_calls(
-    model: nn.Module, form: Form, given: Callable[[], dict[str, Any]]
-) -> tuple[Structure, dict[bool, list[str]]]:
-    """The structure of the model's outputs, in train and eval mode if they differ.
-
-    And the buffers that forward assigns anew in train mode (True) and in eval mode (False).
-    """
-    state = dict(all_tensors(model))
-    training, _ = describe(_call(model, form, given()))
-    replaced = {True: assigned(model, state)}
-    model.eval()
-    try:
-        with torch.no_grad():
-            evaluation, _ = describe(form.call(model, given()))
-    except Exception:  # a model that can't be evaluated on these inputs is pipelined for training
-        evaluation = training
-    replaced[False] = assigned(model, state)
-    model.train()
-    outputs = training if evaluation == training else {"train": training, "eval": evaluation}
-    return outputs, replaced
-
-
 @dataclass(frozen=True, slots=True)
 class _Traced:
     """A graph that the numeric check has passed, and what was found on the way."""
@@ -178,7 +147,6 @@ def _trace(
     tensors: Sequence[Tensor],
     batched: Sequence[bool],
     inputs: Sequence[str],
-    changing: Sequence[str],
     *,
     free: bool,
 ) -> _Traced:
@@ -221,7 +189,7 @@ def _trace(
     if memoryless:
         check = CallCheck(flat, graph, modules, names.state, given, outputs)
     else:
-        check = Check(flat, graph, modules, names.state, given, outputs, changing)
+        check = Check(flat, graph, modules, names.state, given, outputs)
     found = check.run()
     by_mode = "eval" not in flat.outputs and (
         not found.identical_in_eval or (not memoryless and depends_on_mode(graph, found.ops))
@@ -236,16 +204,6 @@ def _trace(
     if len(there) > 1 and not evaluates:
         raise CaptureError("eval mode may not leave open what train mode does")
     return _Traced(graph, modules, names, functions, together(sizes), outputs, found, evaluates)
-
-
-def _call(model: nn.Module, form: Form, given: dict[str, Any]) -> Any:
-    try:
-        return form.call(model, given)
-    except Exception as error:
-        raise InputError(
-            f"{type(model).__name__}.forward fails on these inputs {user_place(error)}\n"
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def _read(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> list[str]:

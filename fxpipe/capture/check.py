@@ -51,7 +51,7 @@ class Checked:
 class Check:
     """Runs graph and model side by side on `inputs`.
 
-    Twice in a row, if forward changes the attributes `changing`, on which a later call may depend.
+    Twice in a row, if forward changes attributes, on which a later call may depend.
     """
 
     flat: FlatModel
@@ -60,7 +60,6 @@ class Check:
     state: Mapping[str, Tensor]
     inputs: Sequence[Tensor]
     outputs: Structure
-    changing: Sequence[str]
 
     def run(self) -> Checked:
         """Both modes. Raises CaptureError if the two differ in train mode or forward writes a
@@ -117,7 +116,7 @@ class Check:
         return self._observed(run, training)
 
     def _observed(self, call: Run, training: bool) -> Result:
-        calls = 2 if self.changing else 1
+        calls = 2 if self.flat.changing else 1
         return observe_run(
             lambda: [output for _ in range(calls) for output in call()],
             self.flat,
@@ -126,9 +125,9 @@ class Check:
         )
 
     def _hint(self) -> str:
-        if not self.changing:
+        if not self.flat.changing:
             return ""
-        names = ", ".join(f"`{name}`" for name in self.changing[:5])
+        names = ", ".join(f"`{name}`" for name in self.flat.changing[:5])
         return f"\nA forward changes {names}: what a later call must know belongs in a buffer."
 
 

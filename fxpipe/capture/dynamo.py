@@ -3,7 +3,7 @@
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import islice
@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
+from fxpipe.capture.first_calls import Seen
 from fxpipe.capture.inputs import Form
 from fxpipe.capture.places import parse_stack, place_text, user_frame
 from fxpipe.capture.region import Region
@@ -46,24 +47,19 @@ _SETTINGS: dict[str, Any] = {
 class FlatModel(nn.Module):
     """The model as a function from flat tensors to flat tensors.
 
-    `assigned` are the buffers that forward puts another tensor in place of, in train mode (True)
-    and in eval mode (False).
+    It gets copies of inputs that it writes in place: micro-batches are views of one batch, so what
+    one of them keeps for backward would count as written by the next.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        form: Form,
-        inputs: Structure,
-        outputs: Structure,
-        assigned: Mapping[bool, Sequence[str]],
-    ) -> None:
+    def __init__(self, model: nn.Module, form: Form, inputs: Structure, seen: Seen) -> None:
         super().__init__()
         self.model = model
         self.form = form
         self.inputs = imported(inputs)  # here, since Dynamo does not trace an import
-        self.outputs = outputs
-        self.assigned = assigned
+        self.outputs = seen.outputs
+        self.assigned = seen.assigned
+        self.written = seen.written
+        self.changing = seen.changing
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors of the model's output, given those of its input."""
@@ -71,7 +67,11 @@ class FlatModel(nn.Module):
 
     def whole(self, *tensors: Tensor) -> Any:
         """The model's output, given the tensors of its input."""
-        return self.form.call(self.model, assemble(self.inputs, tensors))
+        given = [
+            tensor.clone() if is_written else tensor
+            for tensor, is_written in zip(tensors, self.written, strict=True)
+        ]
+        return self.form.call(self.model, assemble(self.inputs, given))
 
     def left(self) -> list[Tensor]:
         """What forward left in the place of the buffers in `assigned`."""

@@ -4,7 +4,7 @@ A package has tensors of its own, and several micro-batches under way: a hook on
 that two tensors share, or a parameter that forward writes would be lost in silence.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -55,6 +55,15 @@ def refuse_new_buffers(before: Iterable[str], model: nn.Module) -> None:
         raise CaptureError(
             f"forward registers {name!r}, which the model's state_dict lacks before the first "
             "call: register it in the constructor, with the shape that it will have"
+        )
+
+
+def refuse_written_inputs(part: nn.Module, inputs: Sequence[str], written: Sequence[bool]) -> None:
+    """Raise CaptureError if a part of a program writes an input in place."""
+    for name in [name for name, is_written in zip(inputs, written, strict=True) if is_written]:
+        raise CaptureError(
+            f"the forward of {type(part).__name__} writes its input {name!r} in place: what is "
+            "around it may read that, but a pipeline writes a copy. Use an op that is not in-place"
         )
 
 

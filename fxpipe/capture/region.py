@@ -16,7 +16,11 @@ from fxpipe.capture.names import model_names
 from fxpipe.errors import CaptureError, InputError
 
 
-class Region(nn.Module):
+class Excerpt(nn.Module):
+    """A part of a program: what is around it may go on with what it was given."""
+
+
+class Region(Excerpt):
     """The graph of `traced`, called like any module.
 
     It has no mode of its own: the graph holds for the modes that the modules are in.

@@ -51,7 +51,7 @@ def scatter(inputs: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
 
     As `torch.chunk` does it, a small batch may give fewer than `chunks`. Raises RuntimeError.
     """
-    cut = [value.chunk(chunks) if isinstance(value, Tensor) else None for value in inputs]
+    cut = [_cut(value, chunks) if isinstance(value, Tensor) else None for value in inputs]
     found = sorted({len(pieces) for pieces in cut if pieces is not None})
     if len(found) > 1:
         rows = ", ".join(str(value.size(0)) for value in inputs if isinstance(value, Tensor))
@@ -68,6 +68,14 @@ def scatter(inputs: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
         )
         for i in range(m)
     ]
+
+
+def _cut(tensor: Tensor, chunks: int) -> list[Tensor]:
+    """Its rows. Of what has no gradient each micro-batch may write its own in place.
+
+    Views count the writes of all of them; `.data` counts anew.
+    """
+    return [piece if piece.requires_grad else piece.data for piece in tensor.chunk(chunks)]
 
 
 def gather(outputs: Sequence[Any]) -> Any:

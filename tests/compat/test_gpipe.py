@@ -231,6 +231,16 @@ def test_writing_an_input_without_gradient_in_place_is_refused_where_it_is_compu
     assert torch.equal(on_cpu(nn.Sequential(Add()), [1], checkpoint="never")(x), expected)
 
 
+def test_each_micro_batch_writes_its_rows_alone_in_place():
+    layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)).double()
+    x = batch()
+    layers(x.clone()).sum().backward()
+    expected = layers[1].weight.grad.clone()
+    layers.zero_grad()
+    on_cpu(layers, [2], chunks=3, checkpoint="never")(x).sum().backward()
+    torch.testing.assert_close(layers[1].weight.grad, expected)
+
+
 class OwnError(Exception):
     pass
 

@@ -1,0 +1,79 @@
+"""What a call of the model in each mode shows before it is traced."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.capture.assigned import assigned, attribute_marks, changed
+from fxpipe.capture.inputs import Form
+from fxpipe.capture.names import all_tensors
+from fxpipe.capture.places import user_place
+from fxpipe.errors import InputError
+from fxpipe.memory import is_fake
+from fxpipe.runtime.structure import Structure, describe, rebuild
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """`outputs` is their structure, in train and eval mode if they differ.
+
+    `assigned` are the buffers that forward puts another tensor in place of, in train mode (True)
+    and in eval mode (False); `written` says of each input whether forward writes it in place.
+    `changing` are the attributes that a forward changes.
+    """
+
+    outputs: Structure
+    assigned: dict[bool, list[str]]
+    written: tuple[bool, ...]
+    changing: tuple[str, ...]
+
+
+def first_calls(
+    model: nn.Module,
+    form: Form,
+    inputs: Structure,
+    tensors: Sequence[Tensor],
+    calls: tuple[Sequence[Tensor], Sequence[Tensor]],
+) -> Seen:
+    """Call `model` in train mode, then in eval mode, on two copies of `tensors`.
+
+    Raises InputError if it fails in train mode.
+    """
+    state, marks = dict(all_tensors(model)), attribute_marks(model)
+    training, _ = describe(_call(model, form, rebuild(inputs, calls[0])))
+    replaced = {True: assigned(model, state)}
+    model.eval()
+    try:
+        with torch.no_grad():
+            evaluation, _ = describe(form.call(model, rebuild(inputs, calls[1])))
+    except Exception:  # a model that can't be evaluated on these inputs is pipelined for training
+        evaluation = training
+    replaced[False] = assigned(model, state)
+    model.train()
+    return Seen(
+        outputs=training if evaluation == training else {"train": training, "eval": evaluation},
+        assigned=replaced,
+        written=tuple(
+            any(_writes(tensor, copy) for copy in copies)
+            for tensor, *copies in zip(tensors, *calls, strict=True)
+        ),
+        changing=tuple(changed(marks, attribute_marks(model))),
+    )
+
+
+def _call(model: nn.Module, form: Form, given: dict[str, Any]) -> Any:
+    try:
+        return form.call(model, given)
+    except Exception as error:
+        raise InputError(
+            f"{type(model).__name__}.forward fails on these inputs {user_place(error)}\n"
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _writes(before: Tensor, after: Tensor) -> bool:
+    """A write through `.data` counts no version."""
+    return after._version > 0 or not (is_fake(after) or torch.equal(before, after))

@@ -1,0 +1,94 @@
+"""Inputs that a forward writes in place: a package writes copies, and computes the same."""
+
+import copy
+
+import models
+import pytest
+import torch
+from flat import verified
+
+import fxpipe
+from fxpipe.capture import capture
+
+
+class First(models.Chain):
+    def forward(self, x):
+        x -= 0.5
+        return self.layers(x)
+
+
+class Late(models.Chain):
+    """Twice, once others have read it; and handed out."""
+
+    def forward(self, x):
+        y = self.layers(x.clone())
+        x.mul_(2).relu_()
+        return y * x, x
+
+
+class OneOfTwo(models.Chain):
+    """Whole numbers, through a view."""
+
+    def forward(self, x, ids):
+        ids.view(-1).masked_fill_(ids.view(-1) > 3, 0)
+        return self.layers(x) * ids
+
+
+class EvalOnly(models.Chain):
+    def forward(self, x):
+        if not self.training:
+            x.mul_(2)
+        return self.layers(x)
+
+
+class ForAll(models.Chain):
+    """One that goes whole to each micro-batch."""
+
+    def forward(self, x, table):
+        table.add_(1)
+        return self.layers(x) * table.sum(0)
+
+
+class Uncounted(models.Chain):
+    """torch counts no version of it."""
+
+    def forward(self, x):
+        x.data.sub_(1)
+        return self.layers(x)
+
+
+def given(kind, rows):
+    more = {
+        OneOfTwo: {"ids": torch.randint(0, 6, (rows, 6))},
+        ForAll: {"table": torch.randn(3, 6)},
+    }
+    return {"x": torch.randn(rows, 6)} | more.get(kind, {})
+
+
+KINDS = [First, Late, OneOfTwo, EvalOnly, ForAll, Uncounted]
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_each_micro_batch_writes_its_own(kind, mode, tmp_path):
+    package = verified(kind, lambda rows: given(kind, rows), tmp_path, checkpoint=mode)
+    pipe = fxpipe.load(package.write(tmp_path / "again"))
+    mine = given(kind, 10)
+    before = copy.deepcopy(mine)
+    for training in (True, False):
+        pipe.train(training)(**mine)
+        assert all(torch.equal(mine[name], before[name]) for name in mine)
+
+
+def test_only_what_is_written_is_copied():
+    captured = capture(OneOfTwo(), (), given(OneOfTwo, 4))
+    copied = [node.args for node in captured.graph.nodes if node.target == "clone"]
+    assert [[value.name for value in args] for args in copied] == [["ids"]]
+
+
+def test_a_model_without_memory_makes_the_same_calls():
+    with fxpipe.without_memory():
+        model = First()
+    captured = capture(model, (torch.randn(4, 6),), {})
+    assert captured.checked == "train and eval, by the calls of torch alone"
+    assert "clone" in {node.target for node in captured.graph.nodes}
