@@ -395,6 +395,11 @@ class NewBuffer(nn.Module):
         return x * self.total
 
 
+class Quantized(models.Chain):
+    def forward(self, x):
+        return torch.fake_quantize_per_tensor_affine(self.layers(x), 0.1, 0, -128, 127)
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [
@@ -409,6 +414,15 @@ class NewBuffer(nn.Module):
         ),
         (Frozen(), ["one batch size only", "view(4, 6)", "x.size(0)"]),
         (PythonDraws(), ["Python's random module", "torch.rand(())"]),
+        (
+            Quantized(),
+            [
+                "torch can't trace the operator aten.fake_quantize_per_tensor_affine",
+                "return torch.fake_quantize_per_tensor_affine(self.layers(x)",
+                "autograd.Function",
+                "--allow-graph-breaks",
+            ],
+        ),
         (Foreign(), ["'tests::twice'", "torch alone", "torch.ops.tests.twice(self.layers(x))"]),
     ],
     ids=lambda value: type(value).__name__,

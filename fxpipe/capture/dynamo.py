@@ -255,6 +255,15 @@ def _unsupported(error: Exception) -> str:
             "They go back through all that came before, of which a stage has but its part: let the "
             "loss compute them, or a model around the pipeline."
         )
+    _, _, operator = str(error).partition("unsupported operator: ")
+    if operator:
+        return (
+            f"torch can't trace the operator {operator.split()[0]} with an open batch, "
+            f"{place_text(frame)}\n"
+            "It can't tell the shape of the result: write it with operators that it can trace, in "
+            "a custom autograd.Function if its gradient is not theirs.\n"
+            "With --allow-graph-breaks the model's largest part without it is pipelined."
+        )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if line.startswith("Explanation:")] or lines[:1]
     _, raised, exception = str(error).partition("context: raised exception ")
