@@ -18,6 +18,7 @@ from fxpipe.capture.names import all_tensors
 from fxpipe.difference import Difference, compare
 from fxpipe.errors import InputError
 from fxpipe.loss import loss_of
+from fxpipe.no_checkpoints import no_checkpoints
 from fxpipe.ops.interpret import untouched
 from fxpipe.precision import in_precision, set_precision
 from fxpipe.runtime import Pipeline, Runner, load
@@ -151,7 +152,8 @@ class _Case:
         """Each micro-batch's outputs; unless gradients are off, the model's are accumulated."""
         by_part = []
         seeds = microbatch_seeds(len(self.parts))
-        with self.target.running(f"forward of {type(model).__name__}, or the loss,"):
+        what = f"forward of {type(model).__name__}, or the loss,"
+        with self.target.running(what), no_checkpoints():
             for part, seed in zip(self.parts, seeds, strict=True):
                 torch.manual_seed(seed)
                 args, kwargs = part.arguments()

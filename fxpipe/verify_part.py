@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.loss import loss_of
+from fxpipe.no_checkpoints import no_checkpoints
 from fxpipe.precision import in_precision, set_precision
 from fxpipe.runtime import Pipeline, Runner, splice
 from fxpipe.runtime.random import microbatch_seeds
@@ -42,7 +43,8 @@ def verify_part(
 
     for model in (plain, spliced):
         model.train()
-    with target.running(f"forward of {type(plain).__name__}, or the loss,"):
+    what = f"forward of {type(plain).__name__}, or the loss,"
+    with target.running(what), no_checkpoints():
         torch.manual_seed(seed)
         found = runner.step(lambda piece: train(spliced, piece, runner.share), batch)
         torch.manual_seed(seed)

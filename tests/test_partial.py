@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import target as targets
@@ -83,6 +84,27 @@ class Writes(Submodule):
         self.layers.insert(0, nn.ReLU(inplace=True))
 
 
+class Counts(Submodule):
+    """Batch norm that a checkpoint would run again, around the part and in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = Again()
+        self.layers.append(Again())
+
+    def forward(self, x):
+        return super().forward(self.before(x))
+
+
+class Again(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+    def forward(self, x):
+        return checkpoint(self.norm, x, use_reentrant=False)
+
+
 class Shown(Stack):
     """Gives what stands between its blocks too."""
 
@@ -138,6 +160,7 @@ PARTS = {
     End: ("blocks.0", "blocks.1", "blocks.2", "blocks.3"),
     Inside: ("blocks.2", "blocks.3"),
     Submodule: ("layers",),
+    Counts: ("layers",),
     Writes: ("layers.1", "layers.2", "layers.3", "layers.4"),
     Shown: ("blocks.2", "blocks.3"),
     Experts: ("body",),

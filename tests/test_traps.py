@@ -42,6 +42,17 @@ class Nested(Base):
         return checkpoint(inner, x, use_reentrant=False)
 
 
+class Counts(Base):
+    """Batch norm that the model's own checkpoints would run again, and so count twice."""
+
+    def make(self):
+        return nn.BatchNorm1d(6)
+
+    def step(self, x):
+        x = checkpoint(self.extra, x, use_reentrant=False)
+        return checkpoint(self.extra, x, use_reentrant=True)
+
+
 class Averages(Base):
     """Over all batches: by how many there were."""
 
@@ -83,7 +94,7 @@ class StraightThrough(Base):
 # Of a reentrant checkpoint in eval mode.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-KINDS = [Reentrant, Nested, Averages, Sparse, Autocast, StraightThrough]
+KINDS = [Reentrant, Nested, Counts, Averages, Sparse, Autocast, StraightThrough]
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])
