@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from fxpipe.errors import WeightsError
+from fxpipe.outputs import beside
 from fxpipe.runtime.distributed.dtensors import empty_beside
 from fxpipe.runtime.distributed.pipeline import DistributedPipeline
 from fxpipe.runtime.distributed.ranks import Ranks
@@ -57,7 +58,7 @@ def save(
     WeightsError, alike on all.
     """
     folder, ranks = Path(path), _begin(pipe, "checkpoint.save")
-    writing, before = _beside(folder, "writing"), _beside(folder, "before")
+    writing, before = beside(folder, "writing"), beside(folder, "before")
     first = _is_first(ranks)
     problem: WeightsError | None = None
 
@@ -193,13 +194,9 @@ def _refuse_scattered(folder: Path) -> None:
         )
 
 
-def _beside(folder: Path, what: str) -> Path:
-    return folder.with_name(f".{folder.name}.{what}")
-
-
 def _place(folder: Path) -> Path:
     """Where the checkpoint is: beside its place if a process died as it put a new one there."""
-    before = _beside(folder, "before")
+    before = beside(folder, "before")
     return before if before.exists() and not folder.exists() else folder
 
 

@@ -1,6 +1,6 @@
 """A compiled package in memory, and how it is written to disk."""
 
-import tempfile
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from fxpipe.edits import refuse_loss, sealed
 from fxpipe.errors import PackageError
 from fxpipe.ir import Capture, Chain, PackageFiles, Plan, Profile, Wiring
+from fxpipe.outputs import beside
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.standalone import with_runtime
 from fxpipe.weights import refuse_valueless, write_weights
@@ -38,27 +39,27 @@ class Package:
 
         With `weights`, the model's values too, which `load` then gives it; with `standalone`, the
         runtime, so that torch alone is needed to run it. Files are written beside `path` and moved,
-        so that it is at all times the old package, the new one, or absent. Raises PackageError if
-        `path` is anything else than a package, or one with files edited by hand, or if weights are
-        asked for and the model was built without memory.
+        so that it is at all times the old package, the new one, or absent; what a process that was
+        killed left beside is put back or removed. Raises PackageError if `path` is anything else
+        than a package, or one with files edited by hand, or if weights are asked for and the model
+        was built without memory.
         """
         path = Path(path)
         refuse_loss(path)
         if weights:
             refuse_valueless(self.manifest.model, self.capture.state.values())
+        writing, before = beside(path, "writing"), beside(path, "before")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
-                new, old = Path(folder) / "new", Path(folder) / "old"
-                self._write_new(new, weights, standalone)
+            _tidy(path, writing, before)
+            try:
+                writing.mkdir()
+                self._write_new(writing, weights, standalone)
                 if path.exists():
-                    path.rename(old)
-                try:
-                    new.rename(path)
-                except OSError:
-                    if old.exists():
-                        old.rename(path)
-                    raise
+                    path.rename(before)
+                writing.rename(path)
+            finally:
+                _tidy(path, writing, before)
         except OSError as error:
             raise PackageError(f"{path} can't be written: {error.strerror or error}") from error
         return path
@@ -74,3 +75,11 @@ class Package:
             write_weights(folder / "weights", self.manifest, self.capture.state)
         plan = sealed(self.manifest, folder).to_json()
         (folder / "plan.json").write_text(plan, encoding="utf-8")
+
+
+def _tidy(path: Path, writing: Path, before: Path) -> None:
+    """Put the old package back if no new one has come to its place; remove all else beside."""
+    if before.exists() and not (path / "plan.json").exists():
+        before.rename(path)
+    for left in (writing, before):
+        shutil.rmtree(left, ignore_errors=True)
