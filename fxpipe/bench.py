@@ -80,8 +80,10 @@ def _step_of(pipe: Pipeline, target: Target | None) -> Callable[[], object]:
             f"the package is of a part of the model, {', '.join(manifest.part.modules)}, which "
             f"takes other inputs than {target.name} makes: leave TARGET out, for random ones"
         )
-    pipe.load_state_dict(target.build().state_dict())
+    model = target.build()
+    pipe.load_state_dict(model.state_dict())
     inputs = target.inputs(manifest.batch)
+    target.check_rows(inputs, manifest.batch, model)
     wanted = target.targets(manifest.batch)
 
     def run() -> None:

@@ -85,6 +85,7 @@ def model_question(
     costs = None if profile is None else costs_of(profile)
     inputs = loaded.inputs(batch)
     model = loaded.build_without_memory() if is_analytic(costs) else loaded.build()
+    loaded.check_rows(inputs, batch, model)
     with Progress() as progress, loaded.running(f"{type(model).__name__}.forward"):
         captured, priced = costed(
             model,

@@ -9,6 +9,7 @@ loss(output, target) -> Tensor    if wanted: a scalar
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import linecache
 import os
 import sys
@@ -22,8 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.capture.inputs import batch_of, bind, input_names
 from fxpipe.errors import FxpipeError, TargetError
 from fxpipe.memory import without_memory
+from fxpipe.runtime.structure import describe
+from fxpipe.show.texts import plural
 
 _FXPIPE = Path(__file__).resolve().parent
 _BUILD_SEED, _INPUTS_SEED, _TARGETS_SEED = 0, 1, 2
@@ -91,6 +95,20 @@ class Target:
             f"of keyword arguments, not {_described(made)}"
         )
 
+    def check_rows(self, inputs: Inputs, batch: int, model: nn.Module) -> None:
+        """Raise TargetError if `inputs(batch)` gave `model` another number of rows."""
+        structure, tensors = describe(bind(model, inputs.args, inputs.kwargs)[1])
+        rows, batched = batch_of(tensors)
+        if rows != batch:
+            first = batched.index(True)
+            name, shape = input_names(structure)[first], list(tensors[first].shape)
+            raise TargetError(
+                f"inputs({batch}) in {self.file} returned {plural(rows, 'row')}, since "
+                f"{name!r} has shape {shape}: the batch is dimension 0, as long as in the first "
+                "input that has more than one row. Return as many rows as are asked for, or give "
+                f"--batch {rows}"
+            )
+
     def targets(self, batch: int) -> Any:
         """What `loss` compares the output with; None if the file makes none. Raises TargetError."""
         if self.make_targets is None:
@@ -134,10 +152,10 @@ def load(text: str) -> Target:
         name=text,
         file=file,
         folder=folder,
-        factory=_function(module, factory, file, f"def {factory}() -> nn.Module: ..."),
-        make_inputs=_function(module, "inputs", file, "def inputs(batch: int) -> tuple: ..."),
-        make_targets=_optional_function(module, "targets", file),
-        loss=_optional_function(module, "loss", file),
+        factory=_function(module, factory, file, (), "nn.Module"),
+        make_inputs=_function(module, "inputs", file, ("batch",), "tuple"),
+        make_targets=_optional_function(module, "targets", file, ("batch",)),
+        loss=_optional_function(module, "loss", file, ("output", "target")),
     )
 
 
@@ -221,20 +239,39 @@ def _importable(folder: str) -> Iterator[None]:
         sys.path[:] = before
 
 
-def _function(module: ModuleType, name: str, file: str, example: str) -> Callable[..., Any]:
-    function = _optional_function(module, name, file)
+def _function(
+    module: ModuleType, name: str, file: str, takes: tuple[str, ...], returns: str
+) -> Callable[..., Any]:
+    function = _optional_function(module, name, file, takes)
     if function is None:
         raise TargetError(
             f"{file} defines no `{name}`: a TARGET needs `build` (or the factory named after the "
-            f"colon) and `inputs`. Add `{example}`"
+            f"colon) and `inputs`. Add `def {name}({', '.join(takes)}) -> {returns}: ...`"
         )
     return function
 
 
-def _optional_function(module: ModuleType, name: str, file: str) -> Callable[..., Any] | None:
-    found = getattr(module, name, None)
-    if found is not None and not callable(found):
+def _optional_function(
+    module: ModuleType, name: str, file: str, takes: tuple[str, ...]
+) -> Callable[..., Any] | None:
+    found: object = getattr(module, name, None)
+    if found is None:
+        return None
+    if not callable(found):
         raise TargetError(f"`{name}` in {file} must be a function, not {_described(found)}")
+    try:
+        signature = inspect.signature(found)
+    except (ValueError, TypeError):  # of some that are written in C
+        return found
+    try:
+        signature.bind(*takes)
+    except TypeError as error:
+        code = getattr(found, "__code__", None)
+        where = f"\n  {_line(code.co_filename, code.co_firstlineno)}" if code else ""
+        raise TargetError(
+            f"`{name}` in {file} is called as {name}({', '.join(takes)}), which it does not take "
+            f"({error}): write `def {name}({', '.join(takes)}): ...`{where}"
+        ) from error
     return found
 
 

@@ -80,7 +80,7 @@ def verify(
         m = pipe.manifest.microbatches
         return Verification(dtype, rows, m, TOLERANCE[dtype], tuple(differences))
     plain = set_precision(target.build(), torch_dtype)
-    case = _case(target, pipe.manifest, rows, torch_dtype)
+    case = _case(target, plain, pipe.manifest, rows, torch_dtype)
     start = copy.deepcopy(plain.state_dict())
 
     @contextmanager
@@ -251,7 +251,9 @@ class _Case:
         return [merged_dim(spec) for spec in self._specs(training)]
 
 
-def _case(target: Target, manifest: Manifest, rows: int, dtype: torch.dtype) -> _Case:
+def _case(
+    target: Target, plain: nn.Module, manifest: Manifest, rows: int, dtype: torch.dtype
+) -> _Case:
     m = manifest.microbatches
     if rows < m:
         raise InputError(
@@ -259,6 +261,7 @@ def _case(target: Target, manifest: Manifest, rows: int, dtype: torch.dtype) -> 
             f"verify with --batch {m} or more"
         )
     made = target.inputs(rows)
+    target.check_rows(made, rows, plain)
     # In the order of the signature, in which the manifest lists the inputs.
     kwargs = {name: made.kwargs[name] for name in manifest.signature if name in made.kwargs}
     structure, tensors = describe(((made.args, {**kwargs, **made.kwargs}), target.targets(rows)))

@@ -144,6 +144,20 @@ def test_arguments_that_forward_does_not_take():
     assert "forward(x)" in message
 
 
+def test_other_rows_than_the_batch_are_refused_by_all_commands(package):
+    target = write(MODEL.replace("randn(batch, 4)", "randn(batch // 2, 4)"))
+    measured = ("--devices", "cpu*2", "-o", "out")
+    for command in (
+        ("compile", target, *measured),
+        ("profile", target, *measured),
+        ("plan", target, "--devices", "cpu*2"),
+        ("verify", package, target),
+        ("bench", package, target),
+    ):
+        assert "inputs(8) in net.py returned 4 rows" in refused(*command)
+    assert not Path("out").exists()
+
+
 def test_branch_on_data_names_the_line():
     target = write(MODEL.replace("z = F.relu(self", "z = y if y.sum() > 0 else F.relu(self"))
     message = refused("compile", target, "--devices", 2, "-o", "out")

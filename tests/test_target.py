@@ -1,5 +1,6 @@
 """A TARGET is loaded, or the message says what it lacks and at which line."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -109,6 +110,66 @@ def test_messages_name_what_is_of_the_wrong_type(write):
     text = MODEL.replace("(torch.randn(batch, 4),)", "[torch.randn(batch, 4)]")
     assert "inputs(2) in toy_model.py must return a tuple" in message(write(text))
     assert "not a list" in message(write(text))
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "called", "why"),
+    [
+        ("def build():", "def build(width):", "build()", "missing a required argument: 'width'"),
+        ("inputs(batch)", "inputs()", "inputs(batch)", "too many positional arguments"),
+        ("(batch)", "(batch, *, rows)", "inputs(batch)", "missing a required argument: 'rows'"),
+        ("other()", "targets()", "targets(batch)", "too many positional arguments"),
+        ("other()", "loss(output)", "loss(output, target)", "too many positional arguments"),
+    ],
+)
+def test_a_function_that_takes_something_else_is_told_with_its_line(write, good, bad, called, why):
+    text = MODEL.replace(good, bad)
+    told = message(write(text))
+    assert f"in toy_model.py is called as {called}, which it does not take" in told
+    assert why in told.replace("keyword-only ", "")  # says Python from 3.12 on
+    assert f"write `def {called}: ...`" in told
+    number, line = next((n, line) for n, line in enumerate(text.splitlines(), 1) if bad in line)
+    assert told.endswith(f"toy_model.py, line {number}: {line}")
+
+
+def test_a_class_or_a_function_without_a_signature_is_called_as_it_is(write):
+    text = MODEL + "\nclass Model(nn.Linear):\n    def __init__(self): super().__init__(4, 2)"
+    loaded = target.load(write(text + "\nloss = torch.dist") + ":Model")
+    assert isinstance(loaded.build(), nn.Linear)
+
+
+class Scaled(nn.Module):
+    def forward(self, input, scale=None): ...
+
+
+def check_rows(name: str) -> None:
+    loaded = target.load(name)
+    loaded.check_rows(loaded.inputs(8), 8, Scaled())
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "{'scale': torch.randn(3), 'input': torch.randn(batch, 4)}",
+        "{'input': torch.randn(1, 4), 'scale': torch.randn(batch)}",
+    ],
+)
+def test_the_rows_are_those_of_the_first_input_that_forward_takes_with_more_than_one(write, made):
+    check_rows(write(MODEL.replace("(torch.randn(batch, 4),)", made)))
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        ("torch.randn(4, 4)", "returned 4 rows, since 'input' has shape [4, 4]"),
+        ("torch.randn(1, 4)", "returned 1 row, since 'input' has shape [1, 4]"),
+        ("(torch.randn(1, 4), torch.randn(7))", "returned 7 rows, since 'scale' has shape [7]"),
+    ],
+)
+def test_another_number_of_rows_than_was_asked_for_is_refused(write, made, says):
+    name = write(MODEL.replace("(torch.randn(batch, 4),)", made))
+    with pytest.raises(TargetError, match=re.escape(f"inputs(8) in toy_model.py {says}")):
+        check_rows(name)
 
 
 def test_exceptions_of_the_file_are_told_with_their_line(write):

@@ -159,6 +159,7 @@ def compile_command(
             model = loaded.build_without_memory()
         else:
             model = loaded.build()
+        loaded.check_rows(inputs, batch, model)
         if weights:
             refuse_valueless(type(model).__name__, model.parameters())
         with Progress() as progress, loaded.running(f"{type(model).__name__}.forward"):

@@ -43,6 +43,7 @@ def profile_command(
         loaded = targets.load(target)
         inputs = loaded.inputs(batch)
         model = loaded.build() if profile is None else loaded.build_without_memory()
+        loaded.check_rows(inputs, batch, model)
         with Progress() as progress, loaded.running(f"{type(model).__name__}.forward"):
             _, found = costed(
                 model,
