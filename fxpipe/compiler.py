@@ -11,10 +11,12 @@ from torch import nn
 
 from fxpipe.capture import capture as capture_model
 from fxpipe.capture import flat_inputs
+from fxpipe.capture.inputs import batch_of
 from fxpipe.codegen.emit import emit
 from fxpipe.costing import priced
 from fxpipe.costs.capacity import capacities
 from fxpipe.costs.criterion import Loss
+from fxpipe.costs.meter import check_rows
 from fxpipe.costs.optimizer import Optimizer, optimizer_of
 from fxpipe.costs.topology import between_processors, network_of
 from fxpipe.errors import CaptureError, PlanError
@@ -34,6 +36,7 @@ from fxpipe.runtime.stream import Devices, parse_devices
 from fxpipe.schedule import Schedule
 from fxpipe.schedule_check import check
 from fxpipe.settings import (
+    check_blocks,
     check_costs,
     check_settings,
     microbatch_counts,
@@ -96,10 +99,11 @@ def compile(
     The model is left as it was. Raises an FxpipeError for whatever can't be done.
     """
     lanes = parse_devices(devices)
-    check_settings(microbatches, loops, schedule, checkpoint, solver)
+    check_settings(microbatches, loops, schedule, checkpoint, solver, time_limit_s)
     counts = microbatch_counts(microbatches, len(lanes), schedule, profile)
-    for count in counts:
-        table_of(schedule, len(lanes), count, loops)  # refused before the work
+    check_rows(batch_of(flat_inputs(model, args, kwargs or {}))[0], min(counts))
+    # Refused before the work.
+    tables = {count: table_of(schedule, len(lanes), count, loops) for count in counts}
     check_costs(model, profile)
     if isinstance(optimizer, str):
         optimizer = optimizer_of(optimizer)
@@ -115,12 +119,16 @@ def compile(
                 raise
             part = largest_part(model, args, kwargs or {}, error)
             model, args, kwargs, captured = part.module, (), part.given, part.capture
+    counts = tuple(count for count in counts if count <= captured.batch) or counts[:1]
+    table = tables[counts[0]]
+    # Of one that is searched, each device has a stage at least.
+    check_blocks(captured, table.n_stages if table else len(lanes) * (loops or 1))
     # What comes after a part of the model is no loss.
     loss = Loss.of(loss_fn, target) if part is None else None
     training_factor = optimizer.training_factor(model.parameters())
     found: list[tuple[Profile, Chain, Plan, tuple[int, ...]]] = []
     unfit: list[PlanError] = []
-    for count in [count for count in counts if count <= captured.batch] or counts[:1]:
+    for count in counts:
         with line("profile"):
             inputs = flat_inputs(model, args, kwargs or {})
             costs = priced(
@@ -137,7 +145,7 @@ def compile(
                 plan = _planned(
                     chain,
                     schedule,
-                    table_of(schedule, len(lanes), count, loops),
+                    tables[count],
                     checkpoint,
                     n_devices=len(lanes),
                     n_microbatches=count,

@@ -12,7 +12,7 @@ from fxpipe.ir import Capture, Profile
 from fxpipe.passes.analytic import analytic
 from fxpipe.passes.profile import profile as profile_ops
 from fxpipe.runtime.stream import Device, Devices, parse_devices
-from fxpipe.settings import check_costs, check_profile
+from fxpipe.settings import check_blocks, check_costs, check_profile
 
 
 def costed(
@@ -29,12 +29,14 @@ def costed(
     """What `compile` plans by: the graph of `model`, and the costs of its ops, loss and links.
 
     They are measured here on `devices`, or those of a `profile` that fits, or, where that is text
-    such as `analytic:h100`, worked out for that device.
+    such as `analytic:h100`, worked out for that device. Raises PlanError if there are more devices
+    than blocks.
     """
     lanes = parse_devices(devices)
     check_costs(model, profile)
     progress("capture")
     captured = capture_model(model, args, kwargs)
+    check_blocks(captured, len(lanes))
     progress("profile")
     inputs = flat_inputs(model, args, kwargs)
     return captured, priced(captured, model, inputs, profile, microbatches, lanes, loss)

@@ -20,7 +20,7 @@ from fxpipe.passes.partition_processes import with_messages_held
 from fxpipe.passes.search.plan import LOOPS, chain_loops, search
 from fxpipe.runtime.stream import parse_devices
 from fxpipe.schedule import Schedule
-from fxpipe.settings import check_settings, table_of
+from fxpipe.settings import table_of
 from fxpipe.show.progress import Progress
 from fxpipe.target import load
 
@@ -122,7 +122,6 @@ def answered(
     """The best plan that the search finds, of any order or of this schedule's. Raises PlanError."""
     q = question
     start = time.perf_counter()
-    check_settings(q.n_microbatches, q.loops, schedule, CheckpointMode.NEVER, "dp")
     name = schedule if isinstance(schedule, str) else GIVEN
     plan = search(
         q.chain,

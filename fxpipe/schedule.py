@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fxpipe.errors import ScheduleError
 
-_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+_CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 
 
 class Kind(StrEnum):
@@ -114,11 +114,16 @@ class Schedule:
     def read(cls, path: str | Path) -> "Schedule":
         """Read the table in a file. Raises ScheduleError, also where the file can't be read."""
         try:
-            return cls.from_csv(Path(path).read_text())
+            table = cls.from_csv(Path(path).read_text())
         except ScheduleError as error:
             raise ScheduleError(f"{path}: {error}") from error
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ScheduleError(f"the schedule {path} can't be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
             raise ScheduleError(f"the schedule {path} can't be read: {error}") from error
+        if not table.n_stages:
+            raise ScheduleError(f"{path} is empty: write a row for each device, as in 0F0,0B0")
+        return table
 
     def needs(self, action: Action) -> Iterator[Action]:
         """The actions of its own and of neighbouring stages that `action` waits for."""

@@ -6,6 +6,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule import Action, Kind, Schedule
 
 _AROUND = 6  # cells that are shown before and after a wrong one
+_MOST_TOLD = 20  # broken rules
 
 Wrong = tuple[int, int]  # device, place in its row
 
@@ -16,7 +17,7 @@ def check(
     n_microbatches: int,
     written: Mapping[int, str],
 ) -> None:
-    """Raise ScheduleError, naming every broken rule, unless the table can run.
+    """Raise ScheduleError, naming the broken rules, unless the table can run.
 
     Rules: each stage's F of each micro-batch stands once, and its B once, or its I and its W, in
     the row of the stage's device; nothing else stands there; run in order, row by row, no device
@@ -29,8 +30,10 @@ def check(
     if not broken:
         broken, wrong = _deadlock(schedule)
     if broken:
+        told, more = broken[:_MOST_TOLD], len(broken) - _MOST_TOLD
+        told += [f"and {more} more like that"] if more > 0 else []
         raise ScheduleError(
-            "\n  ".join(["the schedule table can't run:", *broken, *grid(schedule, wrong)])
+            "\n  ".join(["the schedule table can't run:", *told, *grid(schedule, wrong)])
         )
 
 

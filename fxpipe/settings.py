@@ -3,25 +3,38 @@
 from torch import nn
 
 from fxpipe.costs.devices import device_named
-from fxpipe.errors import InputError
+from fxpipe.errors import InputError, PlanError
 from fxpipe.ir import Capture, CheckpointMode, Profile
 from fxpipe.memory import lacks_memory
 from fxpipe.ops.interpret import by_mode
+from fxpipe.passes.linearize import blocks_of
 from fxpipe.passes.order import NAMES as SCHEDULES
 from fxpipe.passes.order import build as build_schedule
 from fxpipe.passes.order import given as given_schedule
 from fxpipe.passes.order import usual_loops
 from fxpipe.passes.partition import SOLVERS
+from fxpipe.passes.partition_costs import too_few_blocks
 from fxpipe.passes.search.plan import NAME as AUTO
 from fxpipe.passes.search.plan import NAMES as SEARCHED
 from fxpipe.schedule import Schedule
 
+# Of a table. More of them no one waits for, and no one reads.
+_MOST_ACTIONS = 2**20
+_MOST_SECONDS = 1e6
+
 
 def check_settings(
-    microbatches: object, loops: object, schedule: str | Schedule, checkpoint: str, solver: str
+    microbatches: object,
+    loops: object,
+    schedule: str | Schedule,
+    checkpoint: str,
+    solver: str,
+    time_limit_s: float,
 ) -> None:
     """Before the work rather than after it, and all at once."""
     wrong = []
+    if not 0 <= time_limit_s <= _MOST_SECONDS:  # nan is neither
+        wrong.append(f"the time limit is 0 to {_MOST_SECONDS:.0f} seconds, not {time_limit_s}")
     for what, count in (
         ("microbatches", 1 if microbatches == AUTO else microbatches),
         ("loops", 1 if loops is None else loops),
@@ -65,7 +78,15 @@ def microbatch_counts(
 def table_of(
     schedule: str | Schedule, n_devices: int, microbatches: int, loops: int | None
 ) -> Schedule | None:
-    """The table that is asked for; none if it is searched."""
+    """The table that is asked for; none if it is searched. Raises InputError if it is too long."""
+    n_stages = schedule.n_stages if isinstance(schedule, Schedule) else n_devices * (loops or 1)
+    n_actions = 2 * n_stages * microbatches
+    if n_actions > _MOST_ACTIONS:
+        raise InputError(
+            f"{n_stages} stages and {microbatches} micro-batches are a table of {n_actions} "
+            f"actions; plans have {_MOST_ACTIONS} at most: use fewer devices, loops or "
+            "micro-batches"
+        )
     if schedule in SEARCHED:
         return None
     if isinstance(schedule, Schedule):
@@ -83,6 +104,13 @@ def check_costs(model: nn.Module, profile: Profile | str | None) -> None:
             f"{type(model).__name__} was built without memory, so that nothing can be measured: "
             "compile it with profile='analytic:h100' or another device's"
         )
+
+
+def check_blocks(capture: Capture, n_stages: int) -> None:
+    """Raise PlanError if the model can't be cut into `n_stages`, which costs don't change."""
+    n_blocks = len(blocks_of(capture))
+    if n_stages > n_blocks:
+        raise PlanError(too_few_blocks(n_stages, n_blocks))
 
 
 def check_profile(profile: Profile, capture: Capture, microbatches: int) -> None:

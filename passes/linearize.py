@@ -19,7 +19,12 @@ from fxpipe.ops.liveness import Needed, workspaces
 
 
 def linearize(capture: Capture, profile: Profile) -> Chain:
-    """Group ops into blocks, order them as near to the program as their needs allow.
+    """The blocks of ops with their costs, and the values that go between them."""
+    return _chain(capture, profile, blocks_of(capture))
+
+
+def blocks_of(capture: Capture) -> list[list[str]]:
+    """Ops grouped into blocks, ordered as near to the program as their needs allow.
 
     Raises CaptureError if the model has no ops to place.
     """
@@ -27,7 +32,7 @@ def linearize(capture: Capture, profile: Profile) -> Chain:
         raise CaptureError(f"{capture.model_name}.forward computes nothing that could be pipelined")
     groups = [sorted(group) for group in _inseparable(capture).to_sets()]
     place = {name: k for k, name in enumerate(capture.ops)}
-    return _chain(capture, profile, _ordered(_needs(capture), groups, place))
+    return _ordered(_needs(capture), groups, place)
 
 
 def _needs(capture: Capture) -> "nx.DiGraph[str]":

@@ -11,7 +11,13 @@ from fxpipe.errors import PlanError
 from fxpipe.ir import GIVEN, Chain, CheckpointMode, Estimate, Network, Plan
 from fxpipe.passes import checkpoints, order
 from fxpipe.passes.order_whole import whole_where_it_pays
-from fxpipe.passes.partition_costs import Cuts, edges_of, evaluate, size_text
+from fxpipe.passes.partition_costs import (
+    Cuts,
+    edges_of,
+    evaluate,
+    size_text,
+    too_few_blocks,
+)
 from fxpipe.schedule import Schedule
 
 SOLVERS = ("dp", "beam", "cpsat")
@@ -183,11 +189,7 @@ def _check_counts(n_stages: int, n_microbatches: int, n_atoms: int, solver: str)
     if n_stages < 1:
         broken.append(f"{n_stages} stages: a plan needs at least 1")
     elif n_stages > n_atoms:
-        broken.append(
-            f"{n_stages} stages, but the model has only {n_atoms} "
-            f"{'block' if n_atoms == 1 else 'blocks'} that can be cut apart: use at most "
-            f"{n_atoms}, one for each device and loop"
-        )
+        broken.append(too_few_blocks(n_stages, n_atoms))
     if broken:
         raise PlanError("; ".join(broken))
 

@@ -76,6 +76,15 @@ def edges_of(chain: Chain) -> tuple[int, ...]:
     return (0, *inner, len(chain.blocks))
 
 
+def too_few_blocks(n_stages: int, n_blocks: int) -> str:
+    """Why there is no such plan."""
+    return (
+        f"{n_stages} stages, but the model has only {n_blocks} "
+        f"{'block' if n_blocks == 1 else 'blocks'} that can be cut apart: use at most {n_blocks}, "
+        "one for each device and loop"
+    )
+
+
 def crossing(chain: Chain) -> tuple[list[int], list[int]]:
     """By place, before block k at k: how many values cross it, and their bytes."""
     n_values, n_bytes = ([0] * (len(chain.blocks) + 1) for _ in range(2))

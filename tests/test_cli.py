@@ -166,10 +166,39 @@ def test_branch_on_data_names_the_line():
     assert not Path("out").exists()
 
 
-def test_more_devices_than_blocks():
-    message = refused("compile", write(), "--devices", "cpu*64", "--batch", 256, "-o", "out")
-    assert "64" in message
+def test_more_devices_than_blocks_are_told_before_costs_are_measured():
+    many = write(), "--devices", "cpu*64", "--batch", 256
+    with (
+        mock.patch("fxpipe.compiler.priced", side_effect=AssertionError),
+        mock.patch("fxpipe.costing.priced", side_effect=AssertionError),
+    ):
+        for command in (
+            ("compile", *many, "-o", "out"),
+            ("profile", *many, "-o", "out"),
+            ("plan", *many),
+        ):
+            assert "64 stages, but the model has only 7 blocks" in refused(*command)
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--microbatches", 10**8), "a batch of 8 can't be cut into 100000000 micro-batches"),
+        (("--microbatches", 10**6, "--batch", 10**6), "4000000 actions; plans have 1048576 at"),
+        (("--schedule", "many.csv"), "a batch of 8 can't be cut into 100000000 micro-batches"),
+        (("--schedule", "stages.csv"), "200000000 actions; plans have 1048576 at most"),
+        (("--schedule", "empty.csv"), "empty.csv is empty: write a row for each device"),
+        (("--devices", "9" * 20), "more than 4096 devices"),
+        (("--time-limit", "inf"), "the time limit is 0 to 1000000 seconds, not inf"),
+    ],
+)
+def test_numbers_beyond_all_reason_are_refused_before_the_work(options, says):
+    Path("many.csv").write_text("0F99999999,0B0")
+    Path("stages.csv").write_text("99999999F0,0B0")
+    Path("empty.csv").touch()
+    with mock.patch("fxpipe.compiler.capture_model", side_effect=AssertionError):
+        assert says in refused("compile", write(), "--devices", 2, "-o", "out", *options)
 
 
 def test_fewer_rows_than_microbatches():
@@ -305,7 +334,7 @@ def test_a_table_of_ones_own_is_the_packages():
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        (None, "the schedule mine.csv can't be read"),
+        (None, "the schedule mine.csv can't be read: No such file or directory"),
         ("0F0;0B0", "mine.csv: schedule cell '0F0;0B0' is no action"),
         ("0F0,0B0\n1B0,1F0\n", "device 1 waits forever at 1B0 for 1F0"),
         ("0F0,0B0\n", "rows: 1, devices: 2"),

@@ -133,6 +133,17 @@ def test_one_schedule_alone(tmp_path: Path) -> None:
     assert "candidates" not in facts
 
 
+def test_a_table_of_ones_own_says_how_many_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.csv").write_text("0F0,0F1,0F2,0B2,0B1,0B0\n1F0,1F1,1F2,1B2,1B1,1B0\n")
+
+    facts = plan("--chain", written(tmp_path), "--devices", 2, "--schedule", "mine.csv")
+
+    assert facts["schedule"][0] == ["0F0", "0F1", "0F2", "0B2", "0B1", "0B0"]
+
+
 def test_blocks_are_computed_again_when_asked_for(tmp_path: Path) -> None:
     blocks = [BLOCK | {"saved_bytes": 1000}] * 6
     path = written(tmp_path, blocks=blocks, capacity_bytes=5000)
@@ -156,6 +167,8 @@ def test_blocks_are_computed_again_when_asked_for(tmp_path: Path) -> None:
             ("--chain", "chain.json", "--schedule", "fast"),
             "no schedule 'fast': use one of gpipe",
         ),
+        (("--chain", "chain.json", "--microbatches", "100000000"), "plans have 1048576 at most"),
+        (("--chain", "chain.json", "--time-limit", "inf"), "1000000 seconds, not inf"),
     ],
 )
 def test_wrong_use_is_one_message(

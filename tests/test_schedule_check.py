@@ -24,6 +24,15 @@ def test_a_table_that_can_run_passes(text: str) -> None:
     check(table(text), (0, 1), 2, {})
 
 
+def test_of_many_broken_rules_the_first_are_told() -> None:
+    with pytest.raises(ScheduleError) as error:
+        check(table("0F0,0B0"), (0,), 1000, {})
+
+    told = str(error.value).splitlines()
+    assert told[1:3] == ["  0F1 is missing", "  0B1 is missing"]
+    assert told[20:] == ["  0B10 is missing", "  and 1978 more like that"]
+
+
 def test_several_stages_of_a_device_stand_in_one_row() -> None:
     check(table("0F0,2F0,2B0,0B0\n1F0,1B0"), (0, 1, 0), 1, {})
 

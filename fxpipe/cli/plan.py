@@ -31,7 +31,7 @@ def plan_command(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows of a training step of TARGET.")] = 8,
     microbatches: Annotated[
-        int | None, typer.Option(min=1, help="[default: twice the devices]")
+        int | None, typer.Option(min=1, help="[default: the table's, or twice the devices]")
     ] = None,
     schedule: Annotated[
         str | None,
@@ -81,11 +81,17 @@ def plan_command(
         from fxpipe.costs.topology import between_processors, network_of
         from fxpipe.planner import answered, chain_question, model_question, named
         from fxpipe.schedule import Schedule
+        from fxpipe.settings import check_settings
         from fxpipe.show import plan as report_plan
         from fxpipe.show.progress import BestSoFar
 
         if (target is None) == (chain is None):
             raise InputError("give a TARGET, or --chain FILE.json in its place")
+        order = Schedule.read(schedule) if schedule and schedule.endswith(".csv") else schedule
+        if microbatches is None and isinstance(order, Schedule):
+            microbatches = order.n_microbatches
+        # Before the work rather than after it.
+        check_settings(microbatches or 1, loops, order or "auto", "never", "dp", time_limit)
         if chain is not None:
             question = chain_question(load_chain(chain), devices, microbatches)
         else:
@@ -102,7 +108,6 @@ def plan_command(
             if question.processors:
                 network = between_processors(network)
             question = dataclasses.replace(question, network=network)
-        order = Schedule.read(schedule) if schedule and schedule.endswith(".csv") else schedule
         with BestSoFar() as progress:
             found = answered(
                 question,

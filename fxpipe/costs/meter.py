@@ -31,6 +31,15 @@ from fxpipe.ops.interpret import Compute
 from fxpipe.runtime.split import written_anyway
 
 
+def check_rows(rows: int, n_microbatches: int) -> None:
+    """Raise InputError if there are more micro-batches than rows."""
+    if rows < n_microbatches:
+        raise InputError(
+            f"a batch of {rows} can't be cut into {n_microbatches} micro-batches: "
+            f"use at most {rows} micro-batches or a larger batch"
+        )
+
+
 @contextmanager
 def first_microbatch(
     capture: Capture, inputs: Sequence[Tensor], n_microbatches: int
@@ -41,11 +50,7 @@ def first_microbatch(
     """
     batched = [given.batched for given in capture.inputs]
     rows = len(inputs[batched.index(True)])
-    if rows < n_microbatches:
-        raise InputError(
-            f"a batch of {rows} can't be cut into {n_microbatches} micro-batches: "
-            f"use at most {rows} micro-batches or a larger batch"
-        )
+    check_rows(rows, n_microbatches)
     given = [
         (tensor.tensor_split(n_microbatches)[0] if is_batched else tensor).detach()
         for tensor, is_batched in zip(inputs, batched, strict=True)

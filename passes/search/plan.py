@@ -11,7 +11,13 @@ from fxpipe.errors import PlanError
 from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
 from fxpipe.passes import checkpoints
 from fxpipe.passes.order_whole import whole_where_it_pays
-from fxpipe.passes.partition_costs import edges_of, evaluate, segmented_costs, size_text
+from fxpipe.passes.partition_costs import (
+    edges_of,
+    evaluate,
+    segmented_costs,
+    size_text,
+    too_few_blocks,
+)
 from fxpipe.passes.search import ordered
 from fxpipe.passes.search.climbs import Search, table_of
 from fxpipe.passes.search.judge import Found, Judge, SearchProblem
@@ -116,10 +122,7 @@ def _check(problem: SearchProblem) -> None:
     if problem.n_microbatches < 1:
         raise PlanError(f"{problem.n_microbatches} micro-batches: a step needs at least 1")
     if least > n_atoms:
-        raise PlanError(
-            f"{least} stages, but the model has only {n_atoms} "
-            f"{'block' if n_atoms == 1 else 'blocks'} that can be cut apart: use at most {n_atoms}"
-        )
+        raise PlanError(too_few_blocks(least, n_atoms))
 
 
 def _plan(
