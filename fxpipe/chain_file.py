@@ -11,11 +11,11 @@ its parameters, and `optimizer_...` times as many bytes of gradients and optimiz
 """
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fxpipe.costs.numbers import MOST_BYTES, MOST_MS, UNLIMITED, number
 from fxpipe.errors import InputError
 from fxpipe.ir import Block, Chain, Link, Network, Value
 
@@ -31,7 +31,8 @@ _SKIP = ("from", "to", "bytes")
 _REQUIRED = ("blocks", "latency_ms", "bandwidth_gb_s")
 _FACTOR = "optimizer_bytes_per_parameter_byte"
 _BYTES_PER_MS = 1e6  # of one GB/s
-UNLIMITED = 2**62
+_MOST_FACTOR = 100
+_BANDWIDTH = 1e-6, 1e9  # GB/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ def _chain_file(data: Any) -> ChainFile:
     for k, block in enumerate(blocks):
         _check_fields(f"block {k}", block, _BLOCK)
         for name in _BLOCK:
-            _number(f"{name} of block {k}", block[name])
+            most = MOST_MS if name.endswith("_ms") else MOST_BYTES
+            number(f"{name} of block {k}", block[name], most=most)
     end = len(blocks) - 1
     # That what is given to the model wants a gradient makes block 0 compute one, as the costs say.
     values = [Value("input", 0, -1, (0,), gradient=True)]
@@ -75,27 +77,24 @@ def _chain_file(data: Any) -> ChainFile:
     for k, skip in enumerate(skips):
         _check_fields(f"skip {k}", skip, _SKIP)
         source, target = skip["from"], skip["to"]
-        if not (
-            isinstance(source, int) and isinstance(target, int) and 0 <= source < target <= end
-        ):
+        if not (type(source) is type(target) is int and 0 <= source < target <= end):
             raise InputError(
                 f"skip {k} goes from block {source} to block {target}: it goes to a later one of "
                 f"the blocks 0 to {end}"
             )
-        size = int(_number(f"bytes of skip {k}", skip["bytes"]))
+        size = int(number(f"bytes of skip {k}", skip["bytes"], most=MOST_BYTES))
         values.append(Value(f"skip {k}", size, source, (target,), gradient=True))
-    bandwidth = _number("bandwidth_gb_s", data["bandwidth_gb_s"], positive=True)
-    latency_ms = _number("latency_ms", data["latency_ms"])
+    bandwidth = number("bandwidth_gb_s", data["bandwidth_gb_s"], *_BANDWIDTH)
+    latency_ms = number("latency_ms", data["latency_ms"])
+    capacity = number("capacity_bytes", data.get("capacity_bytes", UNLIMITED), 1, UNLIMITED)
     return ChainFile(
         chain=Chain(
             tuple(_block(k, block) for k, block in enumerate(blocks)),
             tuple(values),
             (True,) * len(blocks),
         ),
-        capacity_bytes=int(
-            _number("capacity_bytes", data.get("capacity_bytes", UNLIMITED), positive=True)
-        ),
-        training_factor=_number(_FACTOR, data.get(_FACTOR, 0)),
+        capacity_bytes=int(capacity),
+        training_factor=number(_FACTOR, data.get(_FACTOR, 0), most=_MOST_FACTOR),
         network=Network(Link(latency_ms, bandwidth * _BYTES_PER_MS)),
     )
 
@@ -122,11 +121,3 @@ def _check_fields(
         wrong = [f"lacks {', '.join(missing)}"] if missing else []
         wrong += [f"has {', '.join(unknown)}, which mean nothing here"] if unknown else []
         raise InputError(f"{what} {' and '.join(wrong)}")
-
-
-def _number(what: str, value: Any, positive: bool = False) -> float:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < 0 or (positive and value == 0):
-        at_least = "greater than 0" if positive else "at least 0"
-        raise InputError(f"{what} is a number {at_least}, not {value!r}")
-    return float(value)

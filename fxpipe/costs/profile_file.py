@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.costs.devices import PREFIX, device_named
+from fxpipe.costs.numbers import MOST_BYTES, UNLIMITED, number, whole
 from fxpipe.errors import InputError
 from fxpipe.ir import Link, LossCost, Network, OpCost, Profile
+
+_WAY_OUT = "write one with `fxpipe profile`"
 
 
 def costs_of(text: str) -> Profile | str:
@@ -51,36 +54,37 @@ def load_profile(path: str | Path) -> Profile:
         data["costs"] = {name: _cost(name, cost) for name, cost in data["costs"].items()}
         data["network"] = _network(data["network"])
         data["loss"] = _loss(data.get("loss"))
-        profile = Profile(**data)
-        for what in ("capacity_bytes", "batch"):
-            if _number(what, getattr(profile, what)) < 1:
-                raise ValueError(f"{what} is {getattr(profile, what)}, not positive")
-        _not_negative("action_ms", profile.action_ms)
-        return profile
+        return _profile(data)
     except OSError as error:
         raise InputError(f"the profile {path} can't be read: {error.strerror}") from error
+    except InputError as error:
+        raise InputError(f"{path} is no profile ({error}): {_WAY_OUT}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            f"{path} is no profile ({type(error).__name__}: {error}): write one with `fxpipe "
-            "profile`"
+            f"{path} is no profile ({type(error).__name__}: {error}): {_WAY_OUT}"
         ) from error
+
+
+def _profile(data: dict[str, Any]) -> Profile:
+    profile = Profile(**data)
+    for what in ("device", "fingerprint", "origin"):
+        _text(what, getattr(profile, what))
+    whole("capacity_bytes", profile.capacity_bytes, 1, UNLIMITED)
+    whole("batch", profile.batch, 1)
+    number("action_ms", profile.action_ms)
+    return profile
 
 
 def _cost(op: str, data: dict[str, Any]) -> OpCost:
     saved = tuple((name, size) for name, size in data["saved"])
     cost = OpCost(**{**data, "saved": saved, "shapes_of": tuple(data.get("shapes_of", ()))})
-    for what in (
-        "forward_ms",
-        "backward_ms",
-        "weight_gradient_ms",
-        "halving_ms",
-        "workspace_bytes",
-    ):
-        _not_negative(f"{what} of {op}", getattr(cost, what))
+    _check_units(op, cost)
     for value, size in cost.saved:
-        _not_negative(f"the bytes that {op} saves of {value}", size)
+        whole(f"the bytes that {op} saves of {value}", size)
+    for name in (*dict(cost.saved), *cost.shapes_of):
+        _text(f"what {op} saves or reads the shape of", name)
     if cost.backward_ms < cost.weight_gradient_ms:
-        raise ValueError(
+        raise InputError(
             f"the backward of {op} takes {cost.backward_ms} ms, its part for weights "
             f"{cost.weight_gradient_ms}"
         )
@@ -92,8 +96,7 @@ def _loss(data: dict[str, Any] | None) -> LossCost | None:
     if data is None:
         return None
     loss = LossCost(**data)
-    for what, value in data.items():
-        _not_negative(f"{what} of the loss", value)
+    _check_units("the loss", loss)
     return loss
 
 
@@ -106,11 +109,11 @@ def _network(data: dict[str, Any]) -> Network:
 
 
 def _link(what: str, data: dict[str, Any]) -> Link:
-    latency_ms, bytes_per_ms = data["latency_ms"], data["bytes_per_ms"]
-    _not_negative(f"the latency of {what}", latency_ms)
-    if bytes_per_ms is not None and _number(f"the bandwidth of {what}", bytes_per_ms) <= 0:
-        raise ValueError(f"the bandwidth of {what} is {bytes_per_ms}, not positive")
-    return Link(latency_ms, math.inf if bytes_per_ms is None else bytes_per_ms)
+    latency_ms = number(f"latency_ms of {what}", data["latency_ms"])
+    bytes_per_ms = data["bytes_per_ms"]
+    if bytes_per_ms is None:
+        return Link(latency_ms, math.inf)
+    return Link(latency_ms, number(f"bytes_per_ms of {what}", bytes_per_ms, 1, MOST_BYTES))
 
 
 def _link_data(link: Link) -> dict[str, float | None]:
@@ -121,12 +124,15 @@ def _link_data(link: Link) -> dict[str, float | None]:
     }
 
 
-def _not_negative(what: str, value: object) -> None:
-    if _number(what, value) < 0:
-        raise ValueError(f"{what} is {value}, a negative cost")
+def _check_units(what: str, cost: OpCost | LossCost) -> None:
+    """Fields are called by their units."""
+    for field in dataclasses.fields(cost):
+        if field.name.endswith("ms"):
+            number(f"{field.name} of {what}", getattr(cost, field.name))
+        elif field.name.endswith("bytes"):
+            whole(f"{field.name} of {what}", getattr(cost, field.name))
 
 
-def _number(what: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{what} is {value!r}, not a number")
-    return value
+def _text(what: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise InputError(f"{what} is a text, not {value!r:.40}")
