@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fxpipe.errors import PackageError
+from fxpipe.outputs import why_no_place
 from fxpipe.runtime.manifest import Manifest
 
 _PLAN = "plan.json"
@@ -60,14 +61,21 @@ def _hashes(folder: Path, plan: str) -> dict[str, str]:
 
 
 def refuse_loss(path: str | Path) -> None:
-    """Raise PackageError if a package written to `path` would replace what we did not write.
+    """Raise PackageError if a package can't be written to `path`, or would replace what isn't ours.
 
     What may be replaced is an empty folder, or one of ours with no file added and none changed.
     """
     path = Path(path)
-    if not path.exists() and not path.is_symlink():
+    why = why_no_place(path)
+    if why is not None:
+        raise PackageError(f"{path} can't be written: {why}")
+    if path.is_symlink():
+        raise PackageError(
+            f"{path} is a link to {path.readlink()}, and would be replaced: give the folder itself"
+        )
+    if not path.exists():
         return
-    if not path.is_dir() or path.is_symlink():
+    if not path.is_dir():
         raise PackageError(f"{path} exists and is no folder: choose another output folder")
     if not any(path.iterdir()):
         return

@@ -221,6 +221,27 @@ def test_folder_that_is_not_ours_is_left_alone():
     assert files("out") == {"thesis.tex": "years of work"}
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("-o", "afile/out"), "afile/out can't be written: "),
+        (("-o", "link"), "link is a link to afolder, and would be replaced"),
+        (("-o", "out", "--save-profile", "afolder"), "afolder can't be written: it is a folder"),
+        (("-o", "out", "--save-profile", "afile/costs"), "afile/costs can't be written: "),
+        (("-o", "out", "--save-profile", "out/costs"), "out/costs lies in the package out"),
+    ],
+)
+def test_what_can_not_be_written_is_told_before_the_work(options, says):
+    Path("afile").touch()
+    Path("afolder").mkdir()
+    Path("link").symlink_to("afolder")
+    with mock.patch("fxpipe.compiler.capture_model", side_effect=AssertionError):
+        assert says in refused("compile", write(), "--devices", 2, *options)
+    with mock.patch("fxpipe.costing.capture_model", side_effect=AssertionError):
+        command = ("profile", write(), "--devices", 2, "-o", "afolder")
+        assert "afolder can't be written: it is a folder" in refused(*command)
+
+
 def test_our_folder_is_replaced_whole():
     compiled_into("out", "--devices", "cpu*3")
     assert "stage_2.py" in files("out")

@@ -50,7 +50,7 @@ def test_perfetto_gets_both_steps():
     [
         (("out", "-o", "seen.gif"), "seen.gif must end in .svg, .png or .json"),
         ((".", "-o", "seen.svg"), "is no package of fxpipe"),
-        (("out", "-o", "no/seen.svg"), "no/seen.svg"),
+        (("out", "-o", "net.py/seen.svg"), "net.py/seen.svg can't be written"),
         (("out", "-o", "seen.svg", "--trace", "none.json"), "none.json"),
         (("out", "-o", "seen.svg", "--trace", "net.py"), "net.py is no trace of a step"),
     ],
@@ -106,7 +106,7 @@ def test_report_is_a_page(options):
     [
         (("out", "-o", "report.pdf"), "report.pdf must end in .html"),
         ((".", "-o", "report.html"), "is no package of fxpipe"),
-        (("out", "-o", "no/report.html"), "no/report.html"),
+        (("out", "-o", "net.py/report.html"), "net.py/report.html can't be written"),
         (("out", "-o", "report.html", "--trace", "net.py"), "net.py is no trace of a step"),
     ],
 )

@@ -139,6 +139,7 @@ def compile_command(
         from fxpipe.costs.profile_file import costs_of, is_analytic
         from fxpipe.costs.profile_file import save_profile as write_profile
         from fxpipe.edits import Edits, refuse_loss
+        from fxpipe.outputs import check_file
         from fxpipe.runtime.stream import parse_devices
         from fxpipe.schedule import Schedule
         from fxpipe.show.compiling import choice_text, part_text, passes_text
@@ -147,7 +148,15 @@ def compile_command(
         from fxpipe.weights import refuse_valueless
 
         counted = count_of(microbatches)
-        refuse_loss(out)  # before the work rather than after it
+        # Before the work rather than after it.
+        refuse_loss(out)
+        if save_profile is not None:
+            check_file(save_profile)
+            if save_profile.resolve().is_relative_to(out.resolve()):
+                raise InputError(
+                    f"{save_profile} lies in the package {out}, which has its own files alone: "
+                    "save the profile elsewhere"
+                )
         used = [str(device) for device in parse_devices(devices)]
         order = Schedule.read(schedule) if schedule.endswith(".csv") else schedule
         usual = order.n_microbatches if isinstance(order, Schedule) else min(batch, 2 * len(used))

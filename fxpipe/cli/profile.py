@@ -33,12 +33,15 @@ def profile_command(
         from fxpipe.costs.criterion import Loss
         from fxpipe.costs.devices import device_named
         from fxpipe.costs.profile_file import save_profile
+        from fxpipe.outputs import check_file
         from fxpipe.runtime.stream import parse_devices
         from fxpipe.show import profile as report_profile
         from fxpipe.show.progress import Progress
 
+        # Before the work rather than after it.
+        check_file(out)
         if profile is not None:
-            device_named(profile)  # before the work rather than after it
+            device_named(profile)
         used = parse_devices(devices)
         loaded = targets.load(target)
         inputs = loaded.inputs(batch)

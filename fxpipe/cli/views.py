@@ -23,6 +23,7 @@ def timeline_command(
 ) -> None:
     """Draw the predicted step of a package, and a measured one under it."""
     with answering(as_json=False):
+        from fxpipe.outputs import whole_file
         from fxpipe.runtime.package import read
         from fxpipe.runtime.trace import write
         from fxpipe.show import view
@@ -32,11 +33,12 @@ def timeline_command(
             raise InputError(f"{picture} must end in .svg, .png or .json, which is what is written")
         manifest = read(out)
         views = view.views(manifest, trace)
-        if picture.suffix == ".json":
-            measured = [event for found in views[1:] for event in found.events]
-            write(picture, manifest.devices, manifest.estimate, measured)
-        else:
-            draw(views, picture)
+        with whole_file(picture) as file:
+            if picture.suffix == ".json":
+                measured = [event for found in views[1:] for event in found.events]
+                write(file, manifest.devices, manifest.estimate, measured)
+            else:
+                draw(views, file)
         say(f"wrote {picture}")
 
 
@@ -77,6 +79,7 @@ def report_command(
     """Write a page that shows a package: stages, cuts, its step, memory, predictions."""
     with answering(as_json=False):
         from fxpipe.edits import edits
+        from fxpipe.outputs import whole_file
         from fxpipe.runtime.package import read
         from fxpipe.show import page as pages
         from fxpipe.show import view
@@ -85,5 +88,6 @@ def report_command(
             raise InputError(f"{page} must end in .html, which is what is written")
         manifest = read(out)
         views = view.views(manifest, trace)
-        page.write_text(pages.page(manifest, edits(out), views), encoding="utf-8")
+        with whole_file(page) as file:
+            file.write_text(pages.page(manifest, edits(out), views), encoding="utf-8")
         say(f"wrote {page}")

@@ -10,6 +10,7 @@ from fxpipe.costs.devices import PREFIX, device_named
 from fxpipe.costs.numbers import MOST_BYTES, UNLIMITED, number, whole
 from fxpipe.errors import InputError
 from fxpipe.ir import Link, LossCost, Network, OpCost, Profile
+from fxpipe.outputs import whole_file
 
 _WAY_OUT = "write one with `fxpipe profile`"
 
@@ -31,7 +32,7 @@ def is_analytic(costs: Profile | str | None) -> bool:
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
-    """Write `profile`; read it again with `load_profile`."""
+    """Write `profile`; read it again with `load_profile`. Raises InputError if it can't."""
     data = {
         **{field.name: getattr(profile, field.name) for field in dataclasses.fields(profile)},
         "costs": {name: dataclasses.asdict(cost) for name, cost in profile.costs.items()},
@@ -44,7 +45,8 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         },
         "loss": None if profile.loss is None else dataclasses.asdict(profile.loss),
     }
-    Path(path).write_text(json.dumps(data, indent=1) + "\n")
+    with whole_file(Path(path)) as file:
+        file.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def load_profile(path: str | Path) -> Profile:
