@@ -19,7 +19,7 @@ from fxpipe.passes.search.plan import NAMES as SEARCHED
 from fxpipe.schedule import Schedule
 
 # Of a table. More of them no one waits for, and no one reads.
-_MOST_ACTIONS = 2**20
+_MOST_ACTIONS = 2**24
 _MOST_SECONDS = 1e6
 
 
