@@ -24,6 +24,7 @@ HELPERS = (
     "fxpipe.difference",
     "fxpipe.jit",
     "fxpipe.memory",
+    "fxpipe.outputs",
     "fxpipe.precision",
 )
 RULES = {
