@@ -185,9 +185,9 @@ def test_more_devices_than_blocks_are_told_before_costs_are_measured():
     ("options", "says"),
     [
         (("--microbatches", 10**8), "a batch of 8 can't be cut into 100000000 micro-batches"),
-        (("--microbatches", 10**6, "--batch", 10**6), "4000000 actions; plans have 1048576 at"),
+        (("--microbatches", 10**7, "--batch", 10**7), "40000000 actions; plans have 16777216"),
         (("--schedule", "many.csv"), "a batch of 8 can't be cut into 100000000 micro-batches"),
-        (("--schedule", "stages.csv"), "200000000 actions; plans have 1048576 at most"),
+        (("--schedule", "stages.csv"), "200000000 actions; plans have 16777216 at most"),
         (("--schedule", "empty.csv"), "empty.csv is empty: write a row for each device"),
         (("--devices", "9" * 20), "more than 4096 devices"),
         (("--time-limit", "inf"), "the time limit is 0 to 1000000 seconds, not inf"),

@@ -173,7 +173,7 @@ def test_blocks_are_computed_again_when_asked_for(tmp_path: Path) -> None:
             ("--chain", "chain.json", "--schedule", "fast"),
             "no schedule 'fast': use one of gpipe",
         ),
-        (("--chain", "chain.json", "--microbatches", "100000000"), "plans have 1048576 at most"),
+        (("--chain", "chain.json", "--microbatches", "100000000"), "plans have 16777216 at most"),
         (("--chain", "chain.json", "--time-limit", "inf"), "1000000 seconds, not inf"),
     ],
 )
