@@ -5,13 +5,15 @@ import random
 import models
 import pytest
 import torch
-from flat import verified
+from flat import compile_flat, verified
 from torch import nn
 from torch.nn import functional as F
 
 from fxpipe.capture import capture
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.ops.interpret import by_mode
+from fxpipe.target import Target
+from fxpipe.verify import verify
 
 
 def targets(captured):
@@ -97,6 +99,31 @@ def test_the_models_own_dtype_stays_open_and_a_written_one_does_not():
     zeros, to = (n for n in captured.graph.nodes if n.target in (torch.zeros, "to"))
     assert captured.literals[zeros.kwargs["dtype"].name] == "dtype"
     assert to.args[1] == torch.float32
+
+
+def rows(batch):
+    return {"x": torch.randn(batch, 6)}
+
+
+class Root(models.Chain):
+    """Asks for its dtype, as norms do that compute in float32 at least."""
+
+    def forward(self, x):
+        x = self.layers[:2](x)
+        wide = x if x.dtype == torch.float64 else x.float()
+        return self.layers[2:](wide * wide.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt())
+
+
+def test_ops_that_depend_on_the_models_dtype_are_for_that_one_alone(tmp_path):
+    package = compile_flat(Root(), kwargs=rows(8), devices=2, microbatches=4)
+    assert package.capture.checked == "train and eval, in float32 alone"
+    target = Target("Root", __file__, str(tmp_path), Root, rows)
+    out = package.write(tmp_path / "out")
+    with pytest.raises(InputError, match=r"float64 than in float32.*verify with --dtype float32"):
+        verify(out, target)
+    result = verify(out, target, dtype="float32")
+    assert [difference.group for difference in result.differences][-1] == "eval(): outputs"
+    assert result.equal, result
 
 
 def test_limits_of_the_models_dtype_stay_open():

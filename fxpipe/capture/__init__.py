@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.capture.assigned import copy_what_is_kept, move_writes, write_back
@@ -116,15 +117,17 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         sizes={name: n for name, n in traced.sizes.values.items() if name != "batch"},
         conditions=traced.sizes.conditions,
         fingerprint=fingerprint(graph, specs),
-        checked=_checked(traced.found, traced.evaluates, memoryless),
+        checked=_checked(traced, model_dtype(model), memoryless),
     )
 
 
-def _checked(found: Checked, evaluates: bool, memoryless: bool) -> str:
-    if not found.agrees_in_train:
+def _checked(traced: "_Traced", dtype: torch.dtype, memoryless: bool) -> str:
+    if not traced.found.agrees_in_train:
         return "nothing"
-    modes = "train and eval" if evaluates else "train"
-    return f"{modes}, by the calls of torch alone" if memoryless else modes
+    modes = "train and eval" if traced.evaluates else "train"
+    by_calls = ", by the calls of torch alone" if memoryless else ""
+    in_one_dtype = f", in {str(dtype).removeprefix('torch.')} alone" if traced.in_one_dtype else ""
+    return f"{modes}{by_calls}{in_one_dtype}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,7 @@ class _Traced:
     outputs: Structure
     found: Checked
     evaluates: bool
+    in_one_dtype: bool
 
 
 def _trace(
@@ -179,7 +183,7 @@ def _trace(
     with untouched(model, names.state):
         flat.train()
         graph, modules = trace(flat, tensors)
-        open_dtypes(graph, flat, modules, names.state, tensors, trace)
+        in_one_dtype = open_dtypes(graph, flat, modules, names.state, tensors, trace)
         if "eval" in outputs:
             more, outputs = merge_modes(graph, flat, tensors, trace)
             modules.update(more)
@@ -203,7 +207,17 @@ def _trace(
     evaluates = found.agrees_in_eval and ("eval" in outputs) == ("eval" in flat.outputs)
     if len(there) > 1 and not evaluates:
         raise CaptureError("eval mode may not leave open what train mode does")
-    return _Traced(graph, modules, names, functions, together(sizes), outputs, found, evaluates)
+    return _Traced(
+        graph,
+        modules,
+        names,
+        functions,
+        together(sizes),
+        outputs,
+        found,
+        evaluates,
+        in_one_dtype,
+    )
 
 
 def _read(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> list[str]:

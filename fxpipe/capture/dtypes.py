@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from fxpipe.capture.dynamo import FlatModel
 from fxpipe.capture.edit import Flags, Trace, kind_of, leaves_of, ops_of
 from fxpipe.capture.follow import follow
+from fxpipe.capture.simplify import CASTS
 from fxpipe.errors import FxpipeError
 from fxpipe.ops.interpret import DTYPE, limit, model_dtype
 from fxpipe.precision import in_precision, set_precision
@@ -28,20 +29,20 @@ def open_dtypes(
     state: Mapping[str, Tensor],
     tensors: Sequence[Tensor],
     trace: Trace,
-) -> None:
+) -> bool:
     """Rewrite `graph`, traced in train mode, so that it reads the model's dtype where it means it.
 
-    Nothing is to be done where no op holds the model's dtype, or a limit of it. What is meant is
-    seen by running the model in another precision, or else by `trace`, which gives the graph of a
-    copy of it. Where that copy runs other ops, or can't be traced, constants stay as they are.
+    Nothing is to be done where no op casts to the model's dtype, or holds it or a limit of it. What
+    is meant is seen by running the model in another precision, or else by `trace`, which gives the
+    graph of a copy of it. Where that copy runs other ops, or can't be traced, constants stay as
+    they are. Returns whether it was seen to run others.
     """
     own = model_dtype(model)
     other = torch.float32 if own == torch.float64 else torch.float64
     swaps: dict[Any, Any] = {_limit(own, name): _limit(other, name) for name in _LIMITS}
     swaps[own] = other
-    held = [leaf for node in ops_of(graph) for leaf in leaves_of(node)]
-    if not any(isinstance(leaf, float | torch.dtype) and leaf in swaps for leaf in held):
-        return
+    if not any(_names(node, own, swaps) for node in ops_of(graph)):
+        return False
     wider = [in_precision(tensor, other) for tensor in tensors]
     followed = follow(graph, model, modules, state, wider, swaps, other)
     if followed is not None:
@@ -49,17 +50,24 @@ def open_dtypes(
             node.meta["dtype"] = _kind_of_dtype(node, value)
         for node in followed.opened:
             _open(graph, node, [swaps.get(leaf) for leaf in _constants(node)], own, other)
-        return
+        return False
     try:
         twin, _ = trace(set_precision(copy.deepcopy(model), other), wider)
     except (FxpipeError, RuntimeError):
-        return
+        return False
     if [*map(kind_of, ops_of(graph))] != [*map(kind_of, ops_of(twin))]:
-        return
+        return True
     for node, theirs in zip(ops_of(graph), ops_of(twin), strict=True):
         node.meta["dtype"] = _kind_of_dtype(node, theirs.meta.get("val"))
         if len(leaves_of(node)) == len(leaves_of(theirs)):
             _open(graph, node, _constants(theirs), own, other)
+    return False
+
+
+def _names(node: fx.Node, own: torch.dtype, swaps: Mapping[Any, Any]) -> bool:
+    """Whether an op says the model's dtype `own`, or a limit of it."""
+    casts = node.op == "call_method" and CASTS.get(str(node.target)) == own
+    return casts or any(leaf in swaps for leaf in _constants(node) if leaf is not None)
 
 
 def _kind_of_dtype(node: fx.Node, other: Any) -> str | None:

@@ -17,7 +17,7 @@ from fxpipe.ops.regions import REGION
 from fxpipe.ops.specs import tensor_spec
 from fxpipe.runtime.backward import differentiable
 
-_CASTS = {
+CASTS = {
     "float": torch.float32,
     "double": torch.float64,
     "half": torch.float16,
@@ -152,8 +152,8 @@ def _equals(node: fx.Node, operand: fx.Node) -> bool:
         return False
     if target in _RESHAPES:
         return True
-    if target in _CASTS and len(args) == 1 and not node.kwargs:
-        return _has_dtype(operand, _CASTS[str(target)])
+    if target in CASTS and len(args) == 1 and not node.kwargs:
+        return _has_dtype(operand, CASTS[str(target)])
     if target == "to" and len(args) + len(node.kwargs) == 2:
         return _has_dtype(operand, [*args[1:], *node.kwargs.values()][0])
     return False

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -215,10 +216,10 @@ class Manifest:
     describes the dict of those that were given. `batch` is the batch it was planned for, `sizes`
     are those of the inputs' other open sizes; `conditions` say which others the model takes.
     `checked` says in which modes the captured graph was found equal to the model: "train and eval",
-    "train", either with ", by the calls of torch alone" behind it for a model without memory, or
-    "nothing". `part` says of which part of a model the package is, if it is not of the whole.
-    `candidates` are plans for other numbers of micro-batches, and named schedules on cuts of equal
-    time.
+    "train", either with ", by the calls of torch alone" behind it for a model without memory and
+    ", in float32 alone" for one that runs other ops in another dtype, or "nothing". `part` says of
+    which part of a model the package is, if it is not of the whole. `candidates` are plans for
+    other numbers of micro-batches, and named schedules on cuts of equal time.
     """
 
     format: int
@@ -271,6 +272,12 @@ class Manifest:
     def has_eval(self) -> bool:
         """Whether the pipeline computes what the model does in eval mode too."""
         return not self.checked.startswith("train") or self.checked.startswith("train and eval")
+
+    @property
+    def only_dtype(self) -> str | None:
+        """The dtype that its stages are for, if the model runs other ops in another."""
+        found = re.search(r", in (\w+) alone", self.checked)
+        return found and found[1]
 
     @property
     def stage_to_device(self) -> tuple[int, ...]:
