@@ -2,17 +2,14 @@
 
 import inspect
 import keyword
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from fxpipe.codegen.names import base_name
 from fxpipe.codegen.parts import Part, Slot
 from fxpipe.codegen.wording import argument_words
-from fxpipe.ir import SourceLine
-from fxpipe.ops.source import line_within
 
 Column = tuple[Any, ...]
 
@@ -36,36 +33,38 @@ def setting_names(
     return dict(sorted(names.items(), key=lambda item: order.get(item[1], len(order))))
 
 
-def input_names(parts: Sequence[Part], module: nn.Module) -> dict[Column, str]:
+def input_names(
+    parts: Sequence[Part], module: nn.Module, formals: Mapping[str, Mapping[str, Sequence[str]]]
+) -> dict[Column, str]:
     """A parameter of forward for each value from outside, by what it is in all of `parts`.
 
-    It is called as the parameter of the user's forward that stands in the lines which read it.
+    It is called as the parameter of the user's forward that it is given as; `formals` say which, by
+    value and call. What is given in another way is called as outside.
     """
-    readers: dict[Column, list[fx.Node]] = {}
-    for place, slot in enumerate(parts[0].slots):
-        if slot.is_value and slot.node is not None:
-            column = tuple(part.slots[place].content for part in parts)
-            readers.setdefault(column, []).append(slot.node)
-    formals = _parameters(type(module).forward)
+    columns = dict.fromkeys(
+        tuple(part.slots[place].content for part in parts)
+        for place, slot in enumerate(parts[0].slots)
+        if slot.is_value
+    )
     names: dict[Column, str] = {}
-    for column, nodes in readers.items():
-        lines = [(line_within(node, module), node.meta.get("source")) for node in nodes]
-        own = _own_name(column[0])
-        score = {
-            formal: sum(_names(line, formal) + 0.6 * _names(inner, formal) for line, inner in lines)
-            + (0.5 if formal == own else 0)
-            for formal in formals
-            if formal not in names.values()
-        }
-        best = max(score, key=lambda name: score[name], default="")
-        known = [best] if best and score[best] else []
-        names[column] = _free([*known, own], {"self", *names.values()})
-    order = {name: place for place, name in enumerate(formals)}
+    for column in columns:
+        given = [_given_as(v, formals, part.call) for v, part in zip(column, parts, strict=True)]
+        known = [set(one) for one in given if one]
+        own = [name for one in given for name in one if all(name in other for other in known)]
+        names[column] = _free([*own, _own_name(column[0])], {"self", *names.values()})
+    order = {name: place for place, name in enumerate(_parameters(type(module).forward))}
     return dict(sorted(names.items(), key=lambda item: order.get(item[1], len(order))))
 
 
-def _names(line: SourceLine | None, formal: str) -> bool:
-    return line is not None and re.search(rf"\b{formal}\b", line.text) is not None
+def _given_as(
+    value: Any, formals: Mapping[str, Mapping[str, Sequence[str]]], call: str
+) -> Sequence[str]:
+    """The parameters as which `call` is given a value, or the list that several are in."""
+    if not isinstance(value, tuple):
+        own = formals.get(value.name, {}).get(call, ())
+        return [name for name in own if not name.startswith("*")]
+    first, *others = (formals.get(one.name, {}).get(call, ()) for one in value)
+    return [name[1:] for name in first if name[0] == "*" and all(name in other for other in others)]
 
 
 def _own_name(value: Any) -> str:

@@ -64,7 +64,7 @@ def design(
     opened = open_part(first, facts, lambda slot: slot.content)
     taken = {name.partition(".")[0] for name in (*opened.made, *opened.tensors)}
     settings = setting_names(varying(parts), taken, modules)
-    inputs = input_names(parts, modules[0])
+    inputs = input_names(parts, modules[0], capture.formals)
     common = _common_specs(parts, capture.specs)
     for column, name in inputs.items():
         if isinstance(column[0], tuple):

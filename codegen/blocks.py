@@ -157,7 +157,8 @@ class _Rolling:
             for place, node in enumerate(nodes)
             if node.name in self.wanted or any(user not in inside for user in node.users)
         )
-        part = Part(call.path, nodes, frozenset(read_elsewhere), call.mode(), call.region())
+        path, key = call.stack[-1]
+        part = Part(path, key, nodes, frozenset(read_elsewhere), call.mode(), call.region())
         try:
             find_slots(part, self.facts)
         except OutsideError:

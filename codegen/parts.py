@@ -58,11 +58,12 @@ class Facts:
 class Part:
     """Ops of one call of the module at `path`; `outputs` are those whose values others read.
 
-    `mode` and `region` are those of the whole call, None if its ops differ in them. `sizes` are
-    those that the values from outside tell.
+    `call` is a key that no other call has; `mode` and `region` are those of the whole call, None if
+    its ops differ in them. `sizes` are those that the values from outside tell.
     """
 
     path: str
+    call: str
     nodes: Sequence[fx.Node]
     outputs: frozenset[int]
     mode: bool | None

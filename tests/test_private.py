@@ -72,7 +72,13 @@ PRIVATE = {
     "torch._C._nn.scaled_dot_product_attention": "capture/modes.py",
     "torch._dynamo.exc.TensorifyScalarRestartAnalysis": "capture/frame.py",
     "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx": "capture/frame.py",
+    "torch._dynamo.symbolic_convert.InliningInstructionTranslator.inline_call_": (
+        "capture/formals.py"
+    ),
     "torch._dynamo.symbolic_convert.SpeculationLog.clear": "capture/frame.py",
+    "torch._dynamo.variables.lazy.LazyVariableTracker.is_realized": "capture/formals.py",
+    "torch._dynamo.variables.lists.BaseListVariable": "capture/formals.py",
+    "torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable": "capture/formals.py",
     "torch.Tensor._backward_hooks": "capture/refuse.py, runtime/weight_gradients.py",
     "torch.Tensor._post_accumulate_grad_hooks": (
         "capture/check.py, capture/refuse.py, runtime/weight_gradients.py"

@@ -9,6 +9,7 @@ from torch.fx.node import Argument, Target
 from torch.nn import functional
 
 from fxpipe.capture.dynamo import function_of
+from fxpipe.capture.formals import FORMALS, Formals, formals_of, hand_on
 from fxpipe.capture.functions import Functions
 from fxpipe.capture.names import ModelNames
 from fxpipe.capture.sources import Statement, statements
@@ -38,9 +39,10 @@ def own_graph(
     real one), `module` (path of the module that called it), `call` (which call of which module),
     `stack` (path and call of each module that it is inside of, outermost first), `source` (the
     user's line), `frames` and `statements` (all of the user's lines that led to it, outermost
-    first, and what else is known of them) and `region` (its grad mode and autocast). `names.state`
-    grows by the tensors that tracing itself made, `functions` by the custom ones that are called.
-    Raises CaptureError for one that can't be copied.
+    first, and what else is known of them), `formals` (what the forwards call it that are given it)
+    and `region` (its grad mode and autocast). `names.state` grows by the tensors that tracing
+    itself made, `functions` by the custom ones that are called. Raises CaptureError for one that
+    can't be copied.
     """
     builder = _Builder(names, functions)
     placeholders = [node for node in found.nodes if node.op == "placeholder"]
@@ -48,6 +50,7 @@ def own_graph(
         builder.values[node] = builder.graph.placeholder(name)
         # An input that is never read has `val` alone.
         builder.values[node].meta["val"] = node.meta.get("example_value", node.meta.get("val"))
+        hand_on(formals_of(node), builder.values[node])
     result = builder.copy(found)
     builder.graph.output(tuple(builder.result(value) for value in result))
     builder.graph.lint()
@@ -69,6 +72,7 @@ class _Builder:
         self.attributes: dict[str, fx.Node] = {}
         self.region = PLAIN
         self.fakes: dict[int, Tensor] = {}
+        self.formals: dict[int, Formals] = {}
 
     def copy(self, found: fx.Graph) -> list[Any]:
         """Copy all ops of `found`; its placeholders are in `values`. Returns its outputs."""
@@ -80,6 +84,7 @@ class _Builder:
             if node.op == "get_attr":
                 self.values[node] = _attribute(owner, str(node.target))
                 self.fakes[id(self.values[node])] = node.meta.get("example_value")
+                self.formals[id(self.values[node])] = formals_of(node)
             elif node.op != "placeholder" and node.target not in _SKIPPED:
                 region = behind(node, self.region)
                 if region is None:
@@ -103,7 +108,11 @@ class _Builder:
             self.names.add_constant(name, value)
         if name not in self.attributes:
             self.attributes[name] = self.graph.get_attr(name)
-            self.attributes[name].meta |= {"val": value, "fake": self.fakes.get(id(value), value)}
+            self.attributes[name].meta |= {
+                "val": value,
+                "fake": self.fakes.get(id(value), value),
+                FORMALS: self.formals.get(id(value), {}),
+            }
         return self.attributes[name]
 
     def result(self, value: Any) -> Argument:
@@ -136,7 +145,10 @@ class _Builder:
             if isinstance(container, list):  # an item of an opened region's outputs
                 return container[node.args[1]]  # type: ignore[index]
         if _only_moves(node):
-            return self.values[node.args[0]]  # type: ignore[index]
+            moved = self.values[node.args[0]]  # type: ignore[index]
+            if isinstance(moved, fx.Node):
+                hand_on(formals_of(node), moved)
+            return moved
         stack = [key for key in node.meta.get("nn_module_stack", {}) if self.names.module(key)]
         module = self.names.module(stack[-1]) if stack else ""
         assert module is not None
@@ -162,6 +174,7 @@ class _Builder:
             "source": _source(node),
             "frames": tuple(statement.source for statement in _statements(node)),
             "statements": _statements(node),
+            FORMALS: formals_of(node),
             REGION: self.region,
         }
         return made

@@ -8,6 +8,8 @@ from unittest.mock import patch
 
 import torch
 
+from fxpipe.capture.formals import noted_formals
+
 
 @contextmanager
 def more_rules() -> Iterator[None]:
@@ -16,6 +18,7 @@ def more_rules() -> Iterator[None]:
     And a tensor is unpacked by one op, as torch does it: Dynamo's own indices, one for each item,
     take more ops in backward, each of which makes a whole gradient. Whether a mask is causal is not
     read from its values, as `nn.Transformer` does to choose a faster kernel: the mask says enough.
+    What a forward is given is noted.
     """
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.tensor import TensorVariable
@@ -54,6 +57,7 @@ def more_rules() -> Iterator[None]:
         return is_causal is True
 
     with (
+        noted_formals(),
         _handlers_apart(),
         patch("torch.nn.modules.transformer._detect_is_causal_mask", told_causal),
         patch.object(TensorVariable, "unpack_var_sequence", unpacking),

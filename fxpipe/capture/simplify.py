@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxpipe.capture.formals import FORMALS, hand_on
 from fxpipe.ir import Op
 from fxpipe.ops.interpret import DTYPE, MODE, by_mode
 from fxpipe.ops.regions import REGION
@@ -98,6 +99,7 @@ class _Pure:
 
 
 def _replace(node: fx.Node, by: fx.Node) -> None:
+    hand_on(node.meta.get(FORMALS, {}), by)
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
 

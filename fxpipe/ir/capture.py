@@ -102,3 +102,11 @@ class Capture:
         """Values that are of one dtype whatever the model's own is."""
         nodes = self.graph.nodes
         return frozenset(node.name for node in nodes if node.meta.get("dtype") == "fixed")
+
+    @property
+    def formals(self) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+        """By value and by the key of a call in `stack`, as which parameters forward is given it.
+
+        `*xs` if it is an item of that.
+        """
+        return {node.name: node.meta.get("formals", {}) for node in self.graph.nodes}

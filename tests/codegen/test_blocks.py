@@ -116,6 +116,56 @@ def test_arguments_are_called_as_the_users_class_calls_them(tmp_path):
     assert "Window(window)" in package.files["stage_1.py"]
 
 
+def test_an_input_of_a_layer_of_torch_is_called_as_its_forward_calls_it(tmp_path):
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layers = (nn.MultiheadAttention(6, 2, batch_first=True) for _ in range(3))
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, x, padding, need_weights):  # which only looks like another's name
+            for layer in self.layers:
+                x = x + layer(x, x, x, key_padding_mask=padding, attn_mask=need_weights)[0]
+            return x
+
+    def given(batch):
+        mask = torch.randn(5, 5)
+        x, padding = torch.randn(batch, 5, 6), torch.randn(batch, 5)
+        return {"x": x, "padding": padding, "need_weights": mask}
+
+    package = verified(Attending, given, tmp_path, devices="cpu*1")
+    (attention,) = classes(package).values()
+    taken = re.findall(r"(\w+): Tensor", attention)
+    assert taken == ["query", "key_padding_mask", "attn_mask"]
+    assert "self.layers[2](x, padding, need_weights)" in package.files["stage_0.py"]
+
+
+def test_an_input_is_called_as_the_parameter_that_it_is_whatever_the_line_reads_first(tmp_path):
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+
+        def forward(self, x, gate, others):
+            return gate.sigmoid() * self.mix(x) + torch.cat(others, dim=1).mean()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Gated() for _ in range(4))
+
+        def forward(self, x):
+            first = [x, x + 1]
+            for layer in self.layers:
+                flipped = x.flip(1)
+                x = layer(x, flipped, first)
+            return x
+
+    package = verified(Net, rows, tmp_path, devices="cpu*1")
+    (gated,) = classes(package).values()
+    assert "def forward(self, x: Tensor, gate: Tensor, others: list[Tensor]) -> Tensor:" in gated
+
+
 def test_a_variant_is_called_by_what_only_it_has(tmp_path):
     class Residual(nn.Module):
         def __init__(self, downsample):
