@@ -24,6 +24,7 @@ from fxpipe.codegen.block import Block, Design, design, varying
 from fxpipe.codegen.calls import SEGMENT, Call, call_tree, op_counts
 from fxpipe.codegen.chains import called_in_turn, joined, made_of_chain
 from fxpipe.codegen.class_names import class_names
+from fxpipe.codegen.crossing import crossing_names
 from fxpipe.codegen.growing import grow_lists
 from fxpipe.codegen.loops import fold_loops
 from fxpipe.codegen.made import Made, dtypes_within, made_of_stock
@@ -47,10 +48,14 @@ _RESERVED = {*keyword.kwlist, "Tensor", "OrderedDict", "F", "nn", "torch"}
 
 @dataclass(frozen=True, slots=True)
 class Rolled:
-    """The classes, those that others use first, and the stages, written with them."""
+    """The classes, those that others use first, and the stages, written with them.
+
+    `crossing` are the names of what the stages take and hand on.
+    """
 
     blocks: tuple[Block, ...]
     stages: tuple[Scope, ...]
+    crossing: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,10 @@ class _Rolling:
         stages = zip(self.trees, self.wiring.stages, strict=True)
         called = called_values(node for tree in self.trees for node in tree.nodes())
         scope = StageScopes(self.capture, self.graph, self.facts, self.made, self.wanted, called)
-        return Rolled(tuple(self.blocks), tuple(scope(tree, stage) for tree, stage in stages))
+        made = [scope(tree, stage) for tree, stage in stages]
+        crossing = crossing_names(made)
+        named = tuple(one.with_crossing(crossing) for one in made)
+        return Rolled(tuple(self.blocks), named, crossing)
 
     def _level(self, found: Sequence[tuple[Call, Call]]) -> None:
         """Make nodes, or ops of the call around them, of calls that have none within them."""

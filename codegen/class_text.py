@@ -11,7 +11,7 @@ from torch import fx, nn
 from fxpipe.codegen.body import Body
 from fxpipe.codegen.comments import Comments, Line
 from fxpipe.codegen.constructor import Constructor, construct
-from fxpipe.codegen.loops import LOOP, collected_names, read_throughout
+from fxpipe.codegen.loops import LOOP, collected_names, item_of, read_throughout
 from fxpipe.codegen.names import local_names, path
 from fxpipe.codegen.reading import names_device
 from fxpipe.codegen.scope import Scope
@@ -108,8 +108,14 @@ def _method(
     comments: Comments,
 ) -> MethodText:
     """Decide every line of a method with the ops of `scope`, of `every` op of the class."""
+    listed = {node.name for node in scope.nodes if node.target is item_of}
     names = local_names(
-        scope.nodes, scope.inputs, scope.outputs, scope.called, read_throughout(scope.nodes)
+        scope.nodes,
+        scope.inputs,
+        scope.outputs,
+        scope.called,
+        read_throughout(scope.nodes),
+        {value: name for value, name in scope.crossing.items() if value not in listed},
     )
     names |= collected_names(scope.nodes, names)
     parameters = [f"{names[value]}: {_kind(scope, value)}" for value in scope.inputs]

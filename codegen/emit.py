@@ -2,7 +2,7 @@
 
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -82,7 +82,8 @@ def emit(
         )
     files = _formatted(files)
     files["schedule.csv"] = plan.schedule.to_csv()
-    manifest = _manifest(capture, profile, plan, wiring, made, devices, capacity_bytes)
+    names = {**rolled.crossing, **{given.name: given.name for given in capture.inputs}}
+    manifest = _manifest(capture, profile, plan, wiring, made, names, devices, capacity_bytes)
     return manifest, PackageFiles(files, _buffers(capture, made))
 
 
@@ -121,6 +122,7 @@ def _manifest(
     plan: Plan,
     wiring: Wiring,
     made: Sequence[StageFile],
+    names: Mapping[str, str],
     devices: tuple[str, ...],
     capacity_bytes: tuple[int, ...],
 ) -> Manifest:
@@ -148,10 +150,10 @@ def _manifest(
         ),
         output_structure=capture.output_structure,
         outputs=tuple(
-            OutputSpec(value, maker.get(value), capture.specs[value], mode)
+            OutputSpec(names[value], maker.get(value), capture.specs[value], mode)
             for value, mode in zip(capture.outputs, _output_modes(capture), strict=True)
         ),
-        stages=tuple(_stage(capture, plan, j, stage, one) for j, (stage, one) in stages),
+        stages=tuple(_stage(capture, plan, j, stage, one, names) for j, (stage, one) in stages),
         state=tuple(_state(capture, name) for name in state),
         estimate=EstimateSpec(
             plan.estimate.step_ms,
@@ -172,7 +174,14 @@ def _manifest(
     )
 
 
-def _stage(capture: Capture, plan: Plan, j: int, wiring: StageWiring, made: StageFile) -> StageSpec:
+def _stage(
+    capture: Capture,
+    plan: Plan,
+    j: int,
+    wiring: StageWiring,
+    made: StageFile,
+    names: Mapping[str, str],
+) -> StageSpec:
     ops = [capture.ops[name] for name in wiring.ops]
     written = {storage for op in ops for storage in op.mutates}
     estimate = plan.estimate.stages[j]
@@ -188,7 +197,7 @@ def _stage(capture: Capture, plan: Plan, j: int, wiring: StageWiring, made: Stag
         inputs=tuple(
             PortSpec(
                 parameter,
-                port.value,
+                names[port.value],
                 port.source,
                 port.portal,
                 capture.specs[port.value],
@@ -197,7 +206,7 @@ def _stage(capture: Capture, plan: Plan, j: int, wiring: StageWiring, made: Stag
             for parameter, port in zip(made.parameters, wiring.inputs, strict=True)
         ),
         outputs=tuple(
-            OutputSpec(value, j, capture.specs[value], capture.mode(value))
+            OutputSpec(names[value], j, capture.specs[value], capture.mode(value))
             for value in wiring.outputs
         ),
         parameters=trained,

@@ -6,6 +6,7 @@ import operator
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, count
 
 from torch import fx, nn
 
@@ -24,18 +25,52 @@ CALLED = "called"  # key of a node's meta: the variable that the user's line ass
 def local_names(
     ops: Sequence[fx.Node],
     inputs: Sequence[str],
-    outputs: Iterable[str],
+    outputs: Collection[str],
     called: Mapping[str, str],
     throughout: Mapping[str, Collection[str]],
+    crossing: Mapping[str, str],
 ) -> dict[str, str]:
     """A variable for each value of a stage, by value.
 
-    `called` are those with a name of their own, `throughout` those that loops read in each round.
+    `called` are those with a name of their own, `throughout` those that loops read in each round,
+    `crossing` the names of what goes between stages.
     The graph numbers its values (`x_3`, `x_4`); a person writes `x` again and again. A number is
     kept only where the unnumbered name still holds a value that is read later. So memory is given
     back as early as in the user's own code; what is the beginning of a longer expression has the
     variable that the user's line assigns, if that is free.
     """
+    last_use = last_uses(ops, outputs, throughout)
+    begun = _begun(ops)
+    made_at = [*((-1, name) for name in inputs), *((k, node.name) for k, node in enumerate(ops))]
+    kept = {crossing[v]: (k, v) for k, v in made_at if v in outputs and v in crossing}
+    functions = {function_called(node) for node in ops}
+    taken_until: dict[str, int] = {}
+    chosen: dict[str, str] = {}
+
+    def holds(variable: str, place: int, value: str) -> bool:
+        waits, owner = kept.get(variable, (0, value))
+        until = last_use.get(value, place + 1)
+        return taken_until.get(variable, -1) <= place and (owner == value or until <= waits)
+
+    for place, value in made_at:
+        onto = base_name(begun[value]) if value in begun else None
+        if onto is not None and onto not in functions and holds(onto, place, value):
+            chosen[value] = onto
+            taken_until[onto] = last_use[value]
+            continue
+        base = base_name(called.get(value, value))
+        base = f"{base}_" if base in functions else base
+        numbered = (f"{base}_{number}" for number in count(2))
+        wished = chain((crossing.get(value, base), base), numbered)
+        chosen[value] = next(name for name in wished if holds(name, place, value))
+        taken_until[chosen[value]] = last_use.get(value, place + 1)
+    return chosen
+
+
+def last_uses(
+    ops: Sequence[fx.Node], outputs: Iterable[str], throughout: Mapping[str, Collection[str]]
+) -> dict[str, int]:
+    """By value: up to which place in `ops` its variable is needed, or behind the last."""
     last_use: dict[str, int] = dict.fromkeys(outputs, len(ops))
     for place, node in enumerate(ops):
         for used in node.all_input_nodes:
@@ -48,27 +83,7 @@ def local_names(
         for value in throughout.get(node.name, ()):
             made = last_use[node.name] if _is_tuple(node) else place
             last_use[value] = max(made + 1, last_use[value])
-    begun = _begun(ops)
-    made_at = [*((-1, name) for name in inputs), *((k, node.name) for k, node in enumerate(ops))]
-    functions = {function_called(node) for node in ops}
-    taken_until: dict[str, int] = {}
-    chosen: dict[str, str] = {}
-    for place, value in made_at:
-        onto = base_name(begun[value]) if value in begun else None
-        if onto is not None and onto not in functions and taken_until.get(onto, -1) <= place:
-            chosen[value] = onto
-            taken_until[onto] = last_use[value]
-            continue
-        variable = base = base_name(called.get(value, value))
-        if base in functions:
-            variable = base = f"{base}_"
-        number = 1
-        while taken_until.get(variable, -1) > place:
-            number += 1
-            variable = f"{base}_{number}"
-        chosen[value] = variable
-        taken_until[variable] = last_use.get(value, place + 1)
-    return chosen
+    return last_use
 
 
 def _is_tuple(node: fx.Node) -> bool:

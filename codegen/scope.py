@@ -1,7 +1,7 @@
 """What a class of the package is written from, be it a stage or a repeated module."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -23,7 +23,8 @@ class Scope:
     has those inputs and outputs that are there in one mode only, `lists` those inputs that are a
     list of tensors, `fixed` those whose dtype is not the model's own, be it equal. `called` are the
     variables that the user's lines assign values to, where these tell more than the values' own
-    names. `methods` are parts that stand in methods of their own, whose ops are not in `nodes`.
+    names, `crossing` the names of what stages take and hand on. `methods` are parts that stand in
+    methods of their own, whose ops are not in `nodes`.
     """
 
     path: str
@@ -43,6 +44,7 @@ class Scope:
     fixed: frozenset[str]
     settings: Mapping[str, Any]
     called: Mapping[str, str]
+    crossing: Mapping[str, str] = field(default_factory=dict)
     methods: Mapping[str, "Scope"] = field(default_factory=dict)
 
     @property
@@ -55,3 +57,8 @@ class Scope:
                 self.methods[str(node.args[0])].nodes if node.target is recomputed else (node,)
             )
         )
+
+    def with_crossing(self, names: Mapping[str, str]) -> "Scope":
+        """The same, in whose methods what crosses has these names."""
+        methods = {name: own.with_crossing(names) for name, own in self.methods.items()}
+        return replace(self, crossing=names, methods=methods)

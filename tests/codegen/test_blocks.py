@@ -164,6 +164,7 @@ def test_an_input_is_called_as_the_parameter_that_it_is_whatever_the_line_reads_
     package = verified(Net, rows, tmp_path, devices="cpu*1")
     (gated,) = classes(package).values()
     assert "def forward(self, x: Tensor, gate: Tensor, others: list[Tensor]) -> Tensor:" in gated
+    assert "self.mix(gate) * x" in gated
 
 
 def test_a_variant_is_called_by_what_only_it_has(tmp_path):
