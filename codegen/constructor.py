@@ -49,7 +49,10 @@ class Constructor:
 
 
 def construct(scope: Scope) -> Constructor:
-    """Declare all that the ops of `scope` use of the model, in the order in which they use it."""
+    """Declare all that the ops of `scope` use of the model, in the order in which they use it.
+
+    What is numbered is in the order of its numbers, in which a loop goes over it.
+    """
     root = _Place()
     for node in scope.all_nodes:
         for used in node.all_input_nodes:
@@ -61,6 +64,7 @@ def construct(scope: Scope) -> Constructor:
         if node.op == "call_module":
             _use(root, node, scope)
     _make_whole(root, "", scope)
+    _put_in_order(root)
     writer = _Declaring(scope)
     writer.walk(root, "", "self")
     return Constructor(tuple(writer.lines), writer.containers)
@@ -96,6 +100,13 @@ def _make_whole(place: _Place, name: str, scope: Scope) -> None:
         place.tensors = [] if place.made is not None else place.tensors
     for last, below in place.children.items():
         _make_whole(below, f"{name}.{last}" if name else last, scope)
+
+
+def _put_in_order(place: _Place) -> None:
+    if place.is_numbered:
+        place.children = dict(sorted(place.children.items(), key=lambda child: int(child[0])))
+    for below in place.children.values():
+        _put_in_order(below)
 
 
 def _use(root: _Place, node: fx.Node, scope: Scope) -> None:

@@ -76,7 +76,7 @@ class _Opening:
         self.key.append(
             (
                 node.op,
-                target if isinstance(target, str) else id(target),
+                target,
                 None if mode == self.part.mode else mode,
                 None if region == self.part.region else region,
                 tuple(skeleton),

@@ -58,6 +58,7 @@ def more_rules() -> Iterator[None]:
 
     with (
         noted_formals(),
+        _calls_counted(),
         _handlers_apart(),
         patch("torch.nn.modules.transformer._detect_is_causal_mask", told_causal),
         patch.object(TensorVariable, "unpack_var_sequence", unpacking),
@@ -74,6 +75,21 @@ def _setattr_rule() -> tuple[Any, str]:
     if hasattr(builtin, "SetAttrBuiltinVariable"):
         return builtin.SetAttrBuiltinVariable, "_call_setattr"
     return builtin.BuiltinVariable, "call_setattr"
+
+
+@contextmanager
+def _calls_counted() -> Iterator[None]:
+    """The calls of a module are numbered, by whichever of its names: else two have one key."""
+    from torch._dynamo.variables import nn_module
+
+    record = nn_module.record_nn_module_stack
+    first: dict[int, Any] = {}
+
+    def recording(key: str, source: Any, tx: Any, module: Any) -> Any:
+        return record(key, first.setdefault(id(module), source), tx, module)
+
+    with patch.object(nn_module, "record_nn_module_stack", recording):
+        yield
 
 
 @contextmanager

@@ -41,6 +41,18 @@ class Layers(nn.Module):
         return self.last(x)
 
 
+class Round(torch.autograd.Function):
+    """Rounds, with the gradient of a function that does not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
 def rows(batch):
     return {"x": torch.randn(batch, 6)}
 
@@ -259,6 +271,46 @@ def test_a_module_that_is_called_twice_is_one_module(tmp_path):
     package = verified(Twice, rows, tmp_path, devices="cpu*1")
     assert code(package.files["stage_0.py"]).count("self.layers = nn.ModuleList([Layer()])") == 1
     assert package.files["stage_0.py"].count("Layer()") == 1
+
+
+def test_a_loop_goes_over_a_list_in_its_order_whatever_is_called_before(tmp_path):
+    class Early(Layers):
+        def forward(self, x):
+            return super().forward(self.layers[1](x))
+
+    package = verified(Early, rows, tmp_path, devices="cpu*1")
+    assert "self.layers = nn.ModuleList(Layer() for _ in range(4))" in package.files["stage_0.py"]
+
+
+def test_a_module_with_two_names_is_of_a_class(tmp_path):
+    class Shared(Layers):
+        def __init__(self):
+            super().__init__()
+            self.shared = self.layers[1]
+
+        def forward(self, x):
+            return super().forward(self.shared(x))
+
+    package = verified(Shared, rows, tmp_path, devices="cpu*1")
+    assert list(classes(package)) == ["Layer"]
+
+
+def test_layers_that_call_a_function_of_the_users_are_of_a_class(tmp_path):
+    class Rounding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return x + Round.apply(self.mix(x))
+
+    class Net(Layers):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Rounding() for _ in range(4))
+
+    package = verified(Net, rows, tmp_path, devices="cpu*1")
+    assert list(classes(package)) == ["Rounding"]
 
 
 def test_frozen_parameters_stay_frozen(tmp_path):
