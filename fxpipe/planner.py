@@ -1,6 +1,7 @@
 """Plans of one chain beside each other: the named schedules and what the search finds."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -119,10 +120,18 @@ def answered(
     time_limit_s: float,
     progress: Callable[[float], None] = lambda _: None,
 ) -> Answer:
-    """The best plan that the search finds, of any order or of this schedule's. Raises PlanError."""
+    """The best plan that the search finds, or, of one schedule, what `compile` would make.
+
+    Raises PlanError.
+    """
     q = question
     start = time.perf_counter()
     name = schedule if isinstance(schedule, str) else GIVEN
+    table = table_of(schedule, q.n_devices, q.n_microbatches, q.loops)
+    if table is not None and not q.recompute:
+        loops = max(Counter(table.stage_to_device).values())
+        plan = _cut(q, schedule, table.n_stages, loops, _bound_ms(q))
+        return Answer(name, plan, "", time.perf_counter() - start)
     plan = search(
         q.chain,
         schedule_name=name,
@@ -133,7 +142,7 @@ def answered(
         training_factor=q.training_factor,
         recompute=q.recompute,
         loops=q.tried_loops if q.loops is None else (q.loops,),
-        table=table_of(schedule, q.n_devices, q.n_microbatches, q.loops),
+        table=table,
         seed=seed,
         n_workers=workers,
         time_limit_s=time_limit_s,
@@ -146,28 +155,35 @@ def answered(
 def named(question: Question) -> Iterator[Answer]:
     """Each named schedule, its cuts by dynamic programming, nothing computed again."""
     q = question
-    free = bytes_free(q.chain, q.capacity_bytes, q.training_factor)
-    bound_ms = lower_bound_ms(
-        q.chain, edges_of(q.chain), q.n_devices, q.n_microbatches, q.network, free
-    )
+    bound_ms = _bound_ms(q)
     for name in order.NAMES:
         loops = q.loops or order.usual_loops(name, q.n_devices)
         start = time.perf_counter()
         try:
-            plan = partition(
-                q.chain,
-                n_stages=q.n_devices * loops,
-                n_microbatches=q.n_microbatches,
-                schedule=name,
-                checkpoint=CheckpointMode.NEVER,
-                network=q.network,
-                capacity_bytes=q.capacity_bytes,
-                solver="dp",
-                loops=loops,
-                training_factor=q.training_factor,
-            )
-            plan = with_messages_held(q.chain, plan, q.network, q.capacity_bytes)
-            plan = replace(plan, bound_ms=bound_ms)
+            plan = _cut(q, name, q.n_devices * loops, loops, bound_ms)
             yield Answer(name, plan, "", time.perf_counter() - start)
         except FxpipeError as error:
             yield Answer(name, None, str(error), time.perf_counter() - start)
+
+
+def _bound_ms(q: Question) -> float:
+    free = bytes_free(q.chain, q.capacity_bytes, q.training_factor)
+    edges = edges_of(q.chain)
+    return lower_bound_ms(q.chain, edges, q.n_devices, q.n_microbatches, q.network, free)
+
+
+def _cut(q: Question, schedule: str | Schedule, n_stages: int, loops: int, bound_ms: float) -> Plan:
+    plan = partition(
+        q.chain,
+        n_stages=n_stages,
+        n_microbatches=q.n_microbatches,
+        schedule=schedule,
+        checkpoint=CheckpointMode.NEVER,
+        network=q.network,
+        capacity_bytes=q.capacity_bytes,
+        solver="dp",
+        loops=loops,
+        training_factor=q.training_factor,
+    )
+    plan = with_messages_held(q.chain, plan, q.network, q.capacity_bytes)
+    return replace(plan, bound_ms=bound_ms)

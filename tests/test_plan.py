@@ -136,6 +136,8 @@ def test_one_schedule_alone(tmp_path: Path) -> None:
     )
 
     assert facts["schedule"] == [["0F0", "0F1", "0B1", "0B0"], ["1F0", "1F1", "1B1", "1B0"]]
+    assert facts["solver"] == "dp"  # as `compile` would cut it: nothing is left to a search
+    assert facts["gap"] == pytest.approx(1 - facts["lower_bound_ms"] / facts["step_ms"])
     assert "candidates" not in facts
 
 
