@@ -55,8 +55,8 @@ def _hashes(folder: Path, plan: str) -> dict[str, str]:
         return dict(json.loads(plan)["files"])
     except (ValueError, TypeError, KeyError) as error:
         raise PackageError(
-            f"{folder / _PLAN} does not say which files are fxpipe's ({error!r}): choose another "
-            "output folder, or move or remove it"
+            f"{folder / _PLAN} does not say which files are fxpipe's: choose another output "
+            "folder, or move or remove it"
         ) from error
 
 

@@ -282,6 +282,32 @@ def test_edited_plan_that_no_longer_fits_its_stages(package):
     assert "something_else" in message
 
 
+def lacks_a_stage(out: Path) -> None:
+    (out / "stage_1.py").unlink()
+    (out / "notes.md").touch()
+
+
+@pytest.mark.parametrize(
+    ("edit", "ends"),
+    [
+        (
+            lacks_a_stage,
+            "put back what is missing, or compile again\nfiles: missing stage_1.py; added notes.md",
+        ),
+        (
+            lambda out: (out / "schedule.csv").write_text("0F0,0B0"),
+            "mend schedule.csv, or compile again\nfiles: edited schedule.csv",
+        ),
+        (lambda out: (out / "plan.json").write_text("{}"), "none that fxpipe compile wrote"),
+    ],
+)
+def test_of_files_that_do_not_fit_the_edited_ones_are_named_with_the_way_out(package, edit, ends):
+    shutil.copytree(package, "edited")
+    edit(Path("edited"))
+    for command in (("inspect", "edited"), ("verify", "edited", package.parent / "net.py")):
+        assert refused(*command).rstrip().endswith(ends)
+
+
 @pytest.mark.parametrize("device", [None, 7])
 def test_edited_plan_that_does_not_fit_itself(package, device):
     shutil.copytree(package, "edited")

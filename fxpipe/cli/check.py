@@ -1,11 +1,15 @@
 """`fxpipe inspect` and `fxpipe verify`: what a package is, and whether it equals the model."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fxpipe.cli.answer import DIFFERS, Json, Out, TargetText, answering
+from fxpipe.errors import PackageError
 
 
 class DtypeName(StrEnum):
@@ -15,6 +19,22 @@ class DtypeName(StrEnum):
     FLOAT32 = "float32"
 
 
+@contextmanager
+def _telling_edits(out: Path) -> Iterator[None]:
+    """What can't be read may be what was edited."""
+    try:
+        yield
+    except PackageError as error:
+        from fxpipe.edits import edits
+        from fxpipe.show.table import edits_text
+
+        try:
+            changed = edits_text(edits(out))
+        except PackageError:
+            raise error from None
+        raise PackageError(f"{error}\n{changed}".rstrip()) from error
+
+
 def inspect_command(out: Out, as_json: Json = False) -> None:
     """Show the stages, values and predictions of a package."""
     with answering(as_json) as answer:
@@ -22,7 +42,9 @@ def inspect_command(out: Out, as_json: Json = False) -> None:
         from fxpipe.runtime.package import read
         from fxpipe.show.package import package_json, package_table
 
-        manifest, found = read(out), edits(out)
+        with _telling_edits(out):
+            manifest = read(out)
+        found = edits(out)
         answer(package_json(manifest, found), package_table(manifest, found))
 
 
@@ -40,7 +62,9 @@ def verify_command(
         from fxpipe.show.verification import verification_json, verification_table
         from fxpipe.verify import verify
 
-        result = verify(out, targets.load(target), batch=batch, dtype=dtype.value)
+        loaded = targets.load(target)
+        with _telling_edits(out):
+            result = verify(out, loaded, batch=batch, dtype=dtype.value)
         found = edits(out)
         answer(verification_json(result, found), verification_table(result, found))
         if not result.equal:

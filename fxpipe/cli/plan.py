@@ -29,7 +29,9 @@ def plan_command(
         Path | None,
         typer.Option(metavar="FILE.json", help="Costs by block, in place of a model."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of a training step of TARGET.")] = 8,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Rows of a training step of TARGET. [default: 8]")
+    ] = None,
     microbatches: Annotated[
         int | None, typer.Option(min=1, help="[default: the table's, or twice the devices]")
     ] = None,
@@ -55,12 +57,12 @@ def plan_command(
         str | None, typer.Option(help="22GiB, or one amount for each device.")
     ] = None,
     optimizer: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="sgd|momentum|adam|adamw|FILE",
-            help="Whose state each device holds, of a TARGET; a chain says it itself.",
+            help="Whose state each device holds, of a TARGET. [default: sgd]",
         ),
-    ] = "sgd",
+    ] = None,
     topology: Annotated[
         str | None,
         typer.Option(metavar="4x8:nvlink4/ib400", help="Links by name, in place of the costs'."),
@@ -93,10 +95,21 @@ def plan_command(
         # Before the work rather than after it.
         check_settings(microbatches or 1, loops, order or "auto", "never", "dp", time_limit)
         if chain is not None:
+            for option, given in (
+                ("--batch", batch),
+                ("--profile", profile),
+                ("--optimizer", optimizer),
+            ):
+                if given is not None:
+                    raise InputError(
+                        f"{option} is of a TARGET: a chain's file has its costs itself"
+                    )
             question = chain_question(load_chain(chain), devices, microbatches)
         else:
             assert target is not None
-            question = model_question(target, devices, batch, microbatches, profile, optimizer)
+            question = model_question(
+                target, devices, batch or 8, microbatches, profile, optimizer or "sgd"
+            )
         question = dataclasses.replace(
             question, recompute=checkpoint is Recompute.AUTO, loops=loops
         )

@@ -50,9 +50,20 @@ def read_files(
         raise PackageError(
             f"the files of {folder} do not fit each other:\n  "
             + "\n  ".join(broken)
-            + "\nmake the same edit in plan.json and the stage file, or compile again"
+            + f"\n{', '.join(_ways_out(broken))}, or compile again"
         )
     return Files(table, stages, buffers)
+
+
+def _ways_out(broken: Sequence[str]) -> Iterator[str]:
+    others = [rule for rule in broken if not rule.startswith("schedule.csv: ")]
+    missing = [rule for rule in others if rule.endswith(" is missing")]
+    if len(broken) > len(others):
+        yield "mend schedule.csv"
+    if missing:
+        yield "put back what is missing"
+    if len(others) > len(missing):
+        yield "make the same edit in plan.json and the stage file"
 
 
 def code_digests(folder: Path) -> dict[str, str]:

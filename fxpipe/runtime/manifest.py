@@ -259,12 +259,14 @@ class Manifest:
         """Read plan.json. Raises PackageError that names the field."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise PackageError(f"plan.json is not JSON: {error}") from error
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else None
+        if not isinstance(data, dict) or "format" not in data:
+            raise PackageError("plan.json says no format: it is none that fxpipe compile wrote")
+        if data["format"] != FORMAT:
             raise PackageError(
-                f"plan.json has format {found!r}, this fxpipe reads {FORMAT}: compile again"
+                f"plan.json has format {data['format']!r}, this fxpipe reads {FORMAT}: "
+                "compile again"
             )
         return typing.cast(Manifest, read(cls, data, "plan.json"))
 

@@ -50,16 +50,19 @@ def load(
     WeightsError, DeviceError, and StageError if ranks are lost.
     """
     if distributed:
-        if without or capture is not None:
-            raise InputError("without and capture are for pipelines of one process")
+        for what, given in (("without", without), ("capture", capture)):
+            if given:
+                raise InputError(f"{what} is for pipelines of one process: leave it out")
         # Not every build of torch has torch.distributed.
         from fxpipe.runtime.distributed.package import load_rank
 
         return load_rank(
             Path(path), devices, compile, deferred_batch_norm, outputs, dp, timeout_s, fully_shard
         )
-    if dp != 1 or fully_shard:
-        raise InputError("dp and fully_shard are for distributed=True, under torchrun")
+    if outputs != "last" or dp != 1 or timeout_s != 600.0 or fully_shard:
+        raise InputError(
+            "outputs, dp, timeout_s and fully_shard are for distributed=True, under torchrun"
+        )
     folder = Path(path).resolve()
     manifest = read_plan(folder)
     lanes = _devices(manifest, devices)

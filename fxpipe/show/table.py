@@ -23,7 +23,12 @@ def spaced(sections: Sequence[RenderableType]) -> Group:
     return Group(*[part for section in sections for part in ("", section)][1:])
 
 
-def edits_lines(edits: Edits) -> list[str]:
-    """The line that tells which files are no longer as they were written, if there are any."""
+def edits_text(edits: Edits) -> str:
+    """A line that tells which files are no longer as they were written; empty if all are."""
     changed = [f"{how} {', '.join(names)}" for how, names in asdict(edits).items() if names]
-    return [escape(f"files: {'; '.join(changed)}")] if changed else []
+    return f"files: {'; '.join(changed)}" if changed else ""
+
+
+def edits_lines(edits: Edits) -> list[str]:
+    """The same for a table, if there are such files."""
+    return [escape(text)] if (text := edits_text(edits)) else []

@@ -185,3 +185,17 @@ def test_inputs_that_do_not_fit_are_named(tmp_path, case):
     with pytest.raises(InputError) as error:
         pipe(*args, **kwargs)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"outputs": "all"}, "outputs, dp, timeout_s and fully_shard are for distributed=True"),
+        ({"timeout_s": 5.0}, "outputs, dp, timeout_s and fully_shard are for distributed=True"),
+        ({"distributed": True, "capture": "graph"}, "^capture is for pipelines of one process"),
+        ({"distributed": True, "without": ["streams"]}, "^without is for pipelines of one"),
+    ],
+)
+def test_an_option_of_another_kind_of_pipeline_is_refused_by_its_name(tmp_path, options, says):
+    with pytest.raises(InputError, match=says):
+        load(write(tmp_path, CHAIN), **options)
