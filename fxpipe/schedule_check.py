@@ -64,8 +64,8 @@ def _misplaced(
             message = None
             if action.stage >= n_stages or action.microbatch >= n_microbatches:
                 message = (
-                    f"{action} on device {device}: the plan has {n_stages} stages "
-                    f"and {n_microbatches} micro-batches"
+                    f"{action} on device {device}: the plan's stages are 0 to {n_stages - 1}, its "
+                    f"micro-batches 0 to {n_microbatches - 1}"
                 )
             elif action in seen:
                 message = f"{action} stands twice"

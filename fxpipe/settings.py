@@ -17,6 +17,7 @@ from fxpipe.passes.partition_costs import too_few_blocks
 from fxpipe.passes.search.plan import NAME as AUTO
 from fxpipe.passes.search.plan import NAMES as SEARCHED
 from fxpipe.schedule import Schedule
+from fxpipe.show.texts import plural
 
 # Of a table. More of them no one waits for, and no one reads.
 _MOST_ACTIONS = 2**24
@@ -83,7 +84,8 @@ def table_of(
     n_actions = 2 * n_stages * microbatches
     if n_actions > _MOST_ACTIONS:
         raise InputError(
-            f"{n_stages} stages and {microbatches} micro-batches are a table of {n_actions} "
+            f"{plural(n_stages, 'stage')} in {plural(microbatches, 'micro-batch', 'es')} are "
+            f"{n_actions} "
             f"actions; plans have {_MOST_ACTIONS} at most: use fewer devices, loops or "
             "micro-batches"
         )

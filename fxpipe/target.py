@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.capture.inputs import batch_of, bind, input_names
-from fxpipe.errors import FxpipeError, TargetError
+from fxpipe.errors import FxpipeError, InputError, TargetError
 from fxpipe.memory import without_memory
 from fxpipe.runtime.structure import describe
 from fxpipe.show.texts import plural
 
 _FXPIPE = Path(__file__).resolve().parent
+_FORMS = "TARGET is model.py, model.py:factory or package.module:factory"
 _BUILD_SEED, _INPUTS_SEED, _TARGETS_SEED = 0, 1, 2
 
 
@@ -97,7 +98,14 @@ class Target:
 
     def check_rows(self, inputs: Inputs, batch: int, model: nn.Module) -> None:
         """Raise TargetError if `inputs(batch)` gave `model` another number of rows."""
-        structure, tensors = describe(bind(model, inputs.args, inputs.kwargs)[1])
+        try:
+            structure, tensors = describe(bind(model, inputs.args, inputs.kwargs)[1])
+        except InputError as error:
+            placed = [f"{len(inputs.args)} by position"] if inputs.args else []
+            given = ", ".join([*placed, *inputs.kwargs]) or "none"
+            raise TargetError(
+                f"inputs({batch}) in {self.file} returned as arguments {given}: {error}"
+            ) from error
         rows, batched = batch_of(tensors)
         if rows != batch:
             first = batched.index(True)
@@ -142,6 +150,8 @@ def load(text: str) -> Target:
     Raises TargetError if it can't be imported, or lacks the factory or `inputs`.
     """
     source, _, factory = text.partition(":")
+    if not source:
+        raise TargetError(f"{text!r} names no file and no module: {_FORMS}")
     factory = factory or "build"
     is_file = source.endswith(".py") or os.sep in source
     folder = str(Path(source).resolve().parent) if is_file else str(Path.cwd())
@@ -161,6 +171,7 @@ def load(text: str) -> Target:
 
 def _told(error: BaseException) -> str:
     message = error.msg if isinstance(error, SyntaxError) else error
+    message = str(message).partition("\nException raised from")[0]  # then torch's C++ frames
     return f"{type(error).__name__}: {message}".rstrip(": \n")
 
 
@@ -191,10 +202,7 @@ def _not_importable(name: str, error: BaseException, folder: str) -> TargetError
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise TargetError(
-            f"there is no file {path}: TARGET is model.py, model.py:factory or "
-            "package.module:factory"
-        )
+        raise TargetError(f"there is no file {path}: {_FORMS}")
     resolved = path.resolve()
     # The stem, as `import model` would have it, unless that means another module already: classes
     # of the model's outputs then have names that can be imported where this file is.
@@ -212,7 +220,14 @@ def _import_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise _not_importable(str(path), error, str(resolved.parent)) from error
+        refused = _not_importable(str(path), error, str(resolved.parent))
+        if isinstance(error, ImportError) and "relative import" in str(error):
+            module_name = f"{resolved.parent.name}.{path.stem}"
+            raise TargetError(
+                f"{refused}\nA file has no package: from the folder {resolved.parent.parent}, give "
+                f"{module_name} or {module_name}:factory as TARGET"
+            ) from error
+        raise refused from error
     return module
 
 
@@ -280,4 +295,7 @@ def _name(function: Callable[..., object]) -> str:
 
 
 def _described(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -16,6 +16,7 @@ from fxpipe.passes.partition_costs import (
     edges_of,
     evaluate,
     size_text,
+    static_bytes,
     too_few_blocks,
 )
 from fxpipe.schedule import Schedule
@@ -203,16 +204,18 @@ def _does_not_fit(problem: Problem, estimate: Estimate, checkpoint: CheckpointMo
     stages = [
         stage for stage, place in zip(estimate.stages, places, strict=True) if place == device
     ]
-    static = sum(stage.parameter_bytes for stage in stages) * (1 + problem.training_factor)
-    help_by = ["smaller micro-batches (more of them)"]
+    static = static_bytes(estimate, places, device, problem.training_factor)
+    help_by = []
     if problem.n_stages < len(problem.edges) - 1:
-        help_by.insert(0, f"more than {problem.n_devices} devices")
-    if checkpoint is not CheckpointMode.ALWAYS:
-        help_by.append("`--checkpoint always`")
+        help_by.append(f"more than {problem.n_devices} devices")
+    if static < capacity:
+        help_by.append("smaller micro-batches (more of them)")
+        if checkpoint is not CheckpointMode.ALWAYS:
+            help_by.append("`--checkpoint always`")
     return (
         f"no partition fits: in the best one found, device {device} needs {size_text(peak)} and "
         f"has {size_text(capacity)} (parameters and what training keeps of them "
-        f"{size_text(round(static))}, saved for one micro-batch "
+        f"{size_text(static)}, saved for one micro-batch "
         f"{size_text(sum(stage.saved_bytes for stage in stages))}). What would help: "
-        f"{', or '.join(help_by)}"
+        f"{', or '.join(help_by) or 'devices with more memory'}"
     )

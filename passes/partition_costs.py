@@ -138,4 +138,13 @@ def size_text(n_bytes: int) -> str:
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n_bytes >= scale:
             return f"{n_bytes / scale:.2f} {unit}"
-    return f"{n_bytes} bytes"
+    return f"{n_bytes} byte" + "s" * (n_bytes != 1)
+
+
+def static_bytes(
+    estimate: Estimate, places: Sequence[int], device: int, training_factor: float
+) -> int:
+    """The parameters of a device's stages, and what training keeps of them."""
+    stages = zip(estimate.stages, places, strict=True)
+    held = sum(stage.parameter_bytes for stage, place in stages if place == device)
+    return round(held * (1 + training_factor))

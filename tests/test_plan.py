@@ -203,4 +203,6 @@ def test_tables_are_for_people(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, command)
 
     assert "6 blocks on 2 devices in 4 micro-batches" in result.stdout
+    result = CliRunner().invoke(app, [*command, "--microbatches", "1", "--schedule", "1f1b"])
+    assert "6 blocks on 2 devices in 1 micro-batch\n" in result.stdout
     assert "no plan of this chain on these devices takes less than" in result.stdout

@@ -55,8 +55,8 @@ def test_several_stages_of_a_device_stand_in_one_row() -> None:
         (
             "0F0,0B0,2F0\n1F0,1B0,1F1",
             [
-                "2F0 on device 0: the plan has 2 stages and 1 micro-batches",
-                "1F1 on device 1: the plan has 2 stages and 1 micro-batches",
+                "2F0 on device 0: the plan's stages are 0 to 1, its micro-batches 0 to 0",
+                "1F1 on device 1: the plan's stages are 0 to 1, its micro-batches 0 to 0",
                 "row 0: 0F0 0B0 [2F0]",
                 "row 1: 1F0 1B0 [1F1]",
             ],

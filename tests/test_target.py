@@ -95,6 +95,8 @@ def test_inputs_are_positional_or_by_name(write, made, args, kwargs):
 
 def test_messages_name_what_is_missing(write):
     assert "there is no file nowhere.py" in message("nowhere.py")
+    assert "'' names no file and no module: TARGET is model.py" in message("")
+    assert "':build' names no file" in message(":build")
     assert "no module nowhere" in message("nowhere.model:build")
     assert "defines no `build`" in message(write(MODEL.replace("build", "make")))
     assert "defines no `third`" in message(write(MODEL) + ":third")
@@ -110,6 +112,31 @@ def test_messages_name_what_is_of_the_wrong_type(write):
     text = MODEL.replace("(torch.randn(batch, 4),)", "[torch.randn(batch, 4)]")
     assert "inputs(2) in toy_model.py must return a tuple" in message(write(text))
     assert "not a list" in message(write(text))
+    text = MODEL.replace("(torch.randn(batch, 4),)", "3")
+    assert "not an int" in message(write(text))
+
+
+def test_a_file_of_a_package_is_named_as_a_module(write):
+    write("", "toy_parts/__init__.py")
+    write("WIDTH = 4", "toy_parts/widths.py")
+    name = write("from .widths import WIDTH\n" + MODEL, "toy_parts/model.py")
+    told = message(name)
+    assert "relative import" in told
+    assert f"from the folder {Path.cwd()}, give toy_parts.model or toy_parts.model:factory" in told
+    use("toy_parts.model")
+
+
+def test_the_frames_of_torch_are_no_part_of_a_message(write):
+    with pytest.raises(TargetError) as error:
+        target.load(write(MODEL)).inputs(10**20)
+    assert "line 12: return (torch.randn(batch, 4),)" in str(error.value)
+    assert len(str(error.value).splitlines()) < 5
+
+
+def test_arguments_that_forward_does_not_take_are_named(write):
+    name = write(MODEL.replace("(torch.randn(batch, 4),)", "{'foo': torch.randn(batch, 4)}"))
+    with pytest.raises(TargetError, match=r"inputs\(8\) .* returned as arguments foo: .*'input'"):
+        check_rows(name)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def check_rows(rows: int, n_microbatches: int) -> None:
     if rows < n_microbatches:
         raise InputError(
             f"a batch of {rows} can't be cut into {n_microbatches} micro-batches: "
-            f"use at most {rows} micro-batches or a larger batch"
+            f"use at most {rows} or a larger batch"
         )
 
 

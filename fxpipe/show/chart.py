@@ -78,7 +78,7 @@ def chart(views: Sequence[View]) -> Chart:
     width = max(view.step_ms for view in views)
     y = _AXIS
     for view in views:
-        title = f"{view.title}: {ms_text(view.step_ms)}, bubble {view.bubble:.0%}"
+        title = f"{view.title}: {ms_text(view.step_ms)}, bubble {view.bubble:z.0%}"
         labels.append(Label(y + _TITLE / 2, title, heading=True))
         y += _TITLE
         for lane, device in enumerate(view.lanes):

@@ -40,11 +40,11 @@ class Figure:
     @property
     def texts(self) -> tuple[str, str, str]:
         """What was predicted, what was measured and how far that is off, in units."""
-        text = {"ms": ms_text, "share": "{:.0%}".format, "bytes": bytes_text}[self.unit]
+        text = {"ms": ms_text, "share": "{:z.0%}".format, "bytes": bytes_text}[self.unit]
         return (
             "" if self.predicted is None else text(self.predicted),
             "" if self.measured is None else text(self.measured),
-            "" if self.off is None else f"{self.off:+.0%}",
+            "" if self.off is None else f"{self.off:+z.0%}",
         )
 
 

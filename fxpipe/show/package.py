@@ -144,10 +144,10 @@ def _values(manifest: Manifest) -> Table:
 
 def _step(manifest: Manifest) -> str:
     estimate = manifest.estimate
-    gap = "" if manifest.gap is None else f", gap {manifest.gap:.1%}"
+    gap = "" if manifest.gap is None else f", gap {manifest.gap:z.1%}"
     loss = f"loss {ms_text(estimate.loss_ms)}" if estimate.loss_ms else "no loss"
     return (
-        f"[bold]predicted step {ms_text(estimate.step_ms)}, bubble {estimate.bubble:.0%}[/bold]; "
+        f"[bold]predicted step {ms_text(estimate.step_ms)}, bubble {estimate.bubble:z.0%}[/bold]; "
         f"solver {manifest.solver}{gap}\n"
         f"times {escape(manifest.profile)}, {loss}; "
         f"graph {escape(checked_text(manifest.checked))}\n"

@@ -10,7 +10,7 @@ from fxpipe.ir import Plan
 from fxpipe.passes.search.ordered import NAME as ORDERED
 from fxpipe.planner import Answer, Question
 from fxpipe.show.table import new_table, spaced
-from fxpipe.show.texts import bytes_text, ms_text
+from fxpipe.show.texts import bytes_text, ms_text, plural
 
 
 def plan_json(question: Question, found: Answer, others: Sequence[Answer]) -> dict[str, Any]:
@@ -65,8 +65,9 @@ def plan_table(question: Question, found: Answer, others: Sequence[Answer]) -> R
 
 def _heading(question: Question) -> str:
     return (
-        f"[bold]{len(question.chain.blocks)} blocks[/bold] on {question.n_devices} devices in "
-        f"{question.n_microbatches} micro-batches"
+        f"[bold]{plural(len(question.chain.blocks), 'block')}[/bold] on "
+        f"{plural(question.n_devices, 'device')} in "
+        f"{plural(question.n_microbatches, 'micro-batch', 'es')}"
     )
 
 
@@ -76,9 +77,9 @@ def _line(answer: Answer, plan: Plan) -> list[str]:
         answer.schedule,
         str(len(plan.cuts) + 1),
         ms_text(estimate.step_ms),
-        f"{estimate.bubble:.1%}",
+        f"{estimate.bubble:z.1%}",
         bytes_text(max(estimate.peak_bytes)),
-        "" if plan.gap is None else f"{plan.gap:.1%}",
+        "" if plan.gap is None else f"{plan.gap:z.1%}",
         plan.solver,
         f"{answer.seconds:.1f}",
     ]

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from fxpipe.ir import Link, Profile
 from fxpipe.show.table import new_table
-from fxpipe.show.texts import bytes_text, ms_text
+from fxpipe.show.texts import bytes_text, ms_text, plural
 
 _DEAREST = 8
 
@@ -60,8 +60,8 @@ def profile_table(profile: Profile) -> RenderableType:
         told = "nothing is copied" if speed is None else f"{speed:.1f} GB/s"
         links.add_row(ends, f"{1e3 * link['latency_ms']:.1f} us", told)
     return Group(
-        f"[bold]{escape(profile.device)}[/bold], {profile.origin}: {facts['ops']} ops on "
-        f"{facts['rows']} rows take {ms_text(facts['forward_ms'])} forward and "
+        f"[bold]{escape(profile.device)}[/bold], {profile.origin}: {plural(facts['ops'], 'op')} on "
+        f"{plural(facts['rows'], 'row')}, {ms_text(facts['forward_ms'])} forward and "
         f"{ms_text(facts['backward_ms'])} backward, {ms_text(facts['weight_gradient_ms'])} of it "
         f"for weights; {bytes_text(facts['saved_bytes'])} are saved",
         "",

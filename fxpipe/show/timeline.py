@@ -71,7 +71,7 @@ def _steps(axes: "Axes", views: Sequence[View], points_per_ms: float) -> None:
     """A row per device, in inches downwards from the top."""
     y, ticks, labels = 0.0, [], []
     for view in views:
-        title = f"{view.title}: {ms_text(view.step_ms)}, bubble {view.bubble:.0%}"
+        title = f"{view.title}: {ms_text(view.step_ms)}, bubble {view.bubble:z.0%}"
         axes.text(0, y + 0.8 * _TITLE, title, fontweight="bold", va="baseline")
         y += _TITLE
         middles = [y + _ROW * (lane + 0.5) for lane in range(len(view.lanes))]

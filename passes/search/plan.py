@@ -16,6 +16,7 @@ from fxpipe.passes.partition_costs import (
     evaluate,
     segmented_costs,
     size_text,
+    static_bytes,
     too_few_blocks,
 )
 from fxpipe.passes.search import ordered
@@ -190,10 +191,13 @@ def _does_not_fit(problem: SearchProblem, plan: Plan) -> str:
     at_ms = next(ms for ms, size in plan.estimate.memory[d] if size == peaks[d])
     spans = zip(plan.schedule.rows[d], plan.estimate.spans[d], strict=True)
     action = next((a for a, (start, end) in spans if start <= at_ms <= end), "a message's arrival")
+    static = static_bytes(plan.estimate, plan.stage_to_device, d, problem.training_factor)
+    smaller = ["smaller micro-batches"] if static < problem.capacity_bytes[d] else []
+    ways = [*_remedies(problem), *smaller] or ["devices with more memory"]
     return (
         f"no plan fits: in the nearest one found, device {d} needs {size_text(peaks[d])} at "
         f"{action} and has {size_text(problem.capacity_bytes[d])}, {size_text(over[d])} less. What "
-        f"would make it fit: {', or '.join([*_remedies(problem), 'smaller micro-batches'])}"
+        f"would make it fit: {', or '.join(ways)}"
     )
 
 

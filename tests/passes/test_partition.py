@@ -295,6 +295,13 @@ def test_too_many_devices() -> None:
     )
 
 
+def test_where_parameters_alone_are_too_much_smaller_micro_batches_are_no_help() -> None:
+    chain = plain([block(f"b{k}", parameters=KIB) for k in range(2)], n_bytes=1)
+
+    with pytest.raises(PlanError, match=r"and has 1 byte \(.* help: devices with more memory$"):
+        plan(chain, 2, capacity_bytes=(1,) * 2)
+
+
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_what_does_not_fit_says_which_device_and_what_would_help(solver: str) -> None:
     chain = plain([block(f"b{k}", saved=10 * KIB) for k in range(4)], n_bytes=1)

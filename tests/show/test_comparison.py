@@ -70,6 +70,11 @@ FOUND = (
 )
 
 
+def test_a_little_less_than_nothing_is_nothing():
+    assert Figure("step", "time", "ms", 99.9, 100.0).texts[2] == "+0%"
+    assert Figure("step", "bubble", "share", -1e-9, 0.3).texts[0] == "0%"
+
+
 def test_table():
     console = Console(width=100, color_system=None, highlight=False)
     with console.capture() as capture:

@@ -395,5 +395,7 @@ def test_what_fits_nowhere_says_what_the_nearest_plan_lacks_and_what_would_help(
     assert found is not None
     assert found[3] == "`--checkpoint auto`, or smaller micro-batches"
 
+    with pytest.raises(PlanError, match=r"has 1 byte, .*: devices with more memory$"):
+        searched(problem(chain, 2, 4, capacity=1))
     with pytest.raises(PlanError, match=r"sgd`\), or 3 devices of 130.00 KiB, with `--check"):
         searched(problem(chain, 2, 4, capacity=130 * KIB, recompute=True))
