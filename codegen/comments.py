@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
 from fxpipe.codegen.names import plain
@@ -34,6 +34,8 @@ class Line:
 class Comments:
     """Says a module once, where it changes, and its file with it; a shape where it changes.
 
+    The text of a line of the user's is told once, then its number alone.
+
     `prefix` is the path of the class's module, which its docstring names together with `file`.
     """
 
@@ -41,6 +43,7 @@ class Comments:
     file: str
     _module: str = ""
     _spec: str = ""
+    _told: set[SourceLine] = field(default_factory=set)
 
     def around(
         self, module: str, source: object, lines: Sequence[Line], first: Sequence[Line]
@@ -62,7 +65,9 @@ class Comments:
             if source.file != self.file:
                 said = plain(f"{source.file.rpartition('/')[2]}:{source.line}")
         yield from first
-        if isinstance(source, SourceLine) and said and not _alike(source.text, code):
+        told = source in self._told
+        if isinstance(source, SourceLine) and said and not told and not _alike(source.text, code):
+            self._told.add(source)
             yield Line(indent, plain(shortened(f"{said}: {source.text}", WIDTH - 2)))
             said = ""
         for line in lines:

@@ -367,3 +367,19 @@ def test_the_beginning_of_an_expression_has_the_variable_of_its_line(tmp_path):
     assert "scores = scores + own_bias" in lines
     # The second line reads the query again, which has to stay.
     assert "query = product + own_bias * query" in lines
+
+
+def test_a_line_of_the_users_is_told_once(tmp_path):
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
+
+        def forward(self, x):
+            return self.layer(x).tanh().mean(1).sigmoid().exp().log()
+
+    def sequences(batch):
+        return {"x": torch.randn(batch, 5, 6)}
+
+    package = verified(Encoder, sequences, tmp_path, devices="cpu*1")
+    assert package.files["stage_0.py"].count("return self.layer(x).tanh()") == 1

@@ -21,7 +21,6 @@ class Stage1(nn.Module):
             # line 118: x = x + self.b(x) if self.training else x - self.b(x).relu()
             x_2 = x + b  # float32[batch, 6]
         else:
-            # line 118: x = x + self.b(x) if self.training else x - self.b(x).relu()
-            x = x - b.relu()
+            x = x - b.relu()  # line 118
         x = x_2 if self.training else x  # line 118
         return self.c(x)  # line 119: float32[batch, 3]

@@ -19,5 +19,4 @@ class Stage1(nn.Module):
         # models.py
         # line 64: return self.head(self.body(self.embed(tokens)))
         x = self.body["2"](x)  # float32[batch, length, 6]
-        # line 64: return self.head(self.body(self.embed(tokens)))
-        return self.head(x)  # float32[batch, length, 11]
+        return self.head(x)  # line 64: float32[batch, length, 11]
