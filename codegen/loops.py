@@ -62,7 +62,7 @@ def fold_loops(
     folded: list[fx.Node] = []
     place = 0
     while place < len(nodes):
-        steps, carried = _run(nodes, place, made, wanted)
+        steps, carried = _run(nodes, place, made)
         size = sum(1 + len(step.items) for step in steps)
         if len(steps) < (2 if _ours(steps, made) else 3):
             folded.append(nodes[place])
@@ -171,7 +171,7 @@ def _ours(steps: Sequence[_Step], made: Mapping[str, Made]) -> bool:
 
 
 def _run(
-    nodes: Sequence[fx.Node], place: int, made: Mapping[str, Made], wanted: Collection[str]
+    nodes: Sequence[fx.Node], place: int, made: Mapping[str, Made]
 ) -> tuple[list[_Step], tuple[int | None, ...]]:
     """The longest loop that begins with the node at `place`."""
     steps: list[_Step] = []

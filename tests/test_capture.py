@@ -320,7 +320,7 @@ def test_the_model_is_left_as_it_was():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_a_forward_prints_is_no_hindrance(capsys):
+def test_what_a_forward_prints_is_no_hindrance():
     class Talks(models.Chain):
         def forward(self, x):
             print("hello")

@@ -15,6 +15,7 @@ from fxpipe.runtime.stream import Device, new_stream, place, synchronize, use_st
 _SMALL_BYTES = 4 * 1024
 _LARGE_BYTES = 64 * 1024**2
 _REPEATS = 5
+_HAND_OVERS = 100
 
 
 def measure_network(devices: Sequence[Device]) -> Network:
@@ -65,18 +66,18 @@ def _exchange_ms(a: Device, b: Device, n_bytes: int) -> float:
     return statistics.median(times[1:])
 
 
-def _hand_over_ms(n_times: int = 100) -> float:
+def _hand_over_ms() -> float:
     there: queue.SimpleQueue[int] = queue.SimpleQueue()
     back: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def answer() -> None:
-        for _ in range(n_times):
+        for _ in range(_HAND_OVERS):
             back.put(there.get())
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
     times = []
-    for k in range(n_times):
+    for k in range(_HAND_OVERS):
         start = time.perf_counter()
         there.put(k)
         back.get()

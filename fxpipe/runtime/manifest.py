@@ -49,11 +49,6 @@ class TensorSpec:
         assert isinstance(dtype, torch.dtype)
         return dtype
 
-    @property
-    def batch_dim(self) -> int | None:
-        """The dimension whose size is the batch, if there is one."""
-        return self.shape.index("batch") if "batch" in self.shape else None
-
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 

@@ -257,7 +257,7 @@ def test_lanes_hand_python_over_often_and_leave_the_callers_interval_alone(tmp_p
     assert max(found) <= 5e-4 < before == sys.getswitchinterval()
 
 
-def test_lanes_work_at_the_same_time(tmp_path):
+def test_lanes_work_at_the_same_time():
     """Each of two lanes waits for the other's op of the same moment: one at a time would hang."""
     lanes = Lanes([CPU, CPU])
     barrier = threading.Barrier(2, timeout=10)

@@ -1,5 +1,6 @@
 """What a forward writes is put back for when it runs again, and is as it was after that."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -49,11 +50,9 @@ def test_what_fails_in_the_block_leaves_them_too():
     kept = Written(module, NAMES)
     changed(module)
     later = values(module)
-    try:
-        with kept.again():
-            raise KeyError
-    except KeyError:
-        same(values(module), later)
+    with pytest.raises(KeyError), kept.again():
+        raise KeyError
+    same(values(module), later)
 
 
 def test_a_write_to_one_is_none_to_another_that_a_graph_has_saved():
