@@ -75,6 +75,8 @@ def refuse_loss(path: str | Path) -> None:
         )
     if not path.exists():
         return
+    if path.resolve() == Path.cwd():
+        raise PackageError(f"{path} is the current folder, which would be replaced: name another")
     if not path.is_dir():
         raise PackageError(f"{path} exists and is no folder: choose another output folder")
     if not any(path.iterdir()):

@@ -113,6 +113,12 @@ def test_a_package_from_before_its_plan_was_hashed(norms, out):
     assert edits(out) == Edits()
 
 
+def test_the_current_folder_is_not_replaced(norms, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PackageError, match="is the current folder, which would be replaced"):
+        norms.write(".")
+
+
 def test_a_folder_that_is_no_package(tmp_path):
     with pytest.raises(PackageError, match="no package of fxpipe"):
         edits(tmp_path)
