@@ -295,7 +295,5 @@ def _name(function: Callable[..., object]) -> str:
 
 
 def _described(value: object) -> str:
-    if value is None:
-        return "None"
     name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    return "None" if value is None else f"a{'n' * (name[0] in 'aeiouAEIOU')} {name}"
