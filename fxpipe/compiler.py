@@ -1,10 +1,9 @@
 """The straight line from a model to a package, each pass in its place."""
 
-import dataclasses
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -20,18 +19,16 @@ from fxpipe.costs.meter import check_rows
 from fxpipe.costs.optimizer import Optimizer, optimizer_of
 from fxpipe.costs.topology import between_processors, network_of
 from fxpipe.errors import CaptureError, PlanError
-from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan, Profile
+from fxpipe.ir import Network, Plan, Profile
 from fxpipe.package import Package
 from fxpipe.partial import largest_part
 from fxpipe.passes.linearize import linearize
-from fxpipe.passes.partition import partition
-from fxpipe.passes.partition_processes import with_messages_held
 from fxpipe.passes.portals import wire
-from fxpipe.passes.search.named import candidate, named_candidates
-from fxpipe.passes.search.plan import LOOPS, TIME_LIMIT_S, search
-from fxpipe.passes.search.plan import NAME as AUTO
+from fxpipe.passes.search.named import candidate
+from fxpipe.passes.search.plan import TIME_LIMIT_S
+from fxpipe.question import Question, planned, weighed_against
 from fxpipe.runtime.end import LossFn
-from fxpipe.runtime.manifest import OptimizerSpec
+from fxpipe.runtime.manifest import CandidateSpec, OptimizerSpec
 from fxpipe.runtime.stream import Devices, parse_devices
 from fxpipe.schedule import Schedule
 from fxpipe.schedule_check import check
@@ -126,7 +123,7 @@ def compile(
     # What comes after a part of the model is no loss.
     loss = Loss.of(loss_fn, target) if part is None else None
     training_factor = optimizer.training_factor(model.parameters())
-    found: list[tuple[Profile, Chain, Plan, tuple[int, ...]]] = []
+    found: list[_Planned] = []
     unfit: list[PlanError] = []
     for count in counts:
         with line("profile"):
@@ -134,54 +131,42 @@ def compile(
             costs = priced(
                 captured, model, inputs, profile, count, lanes, loss, apart=network is not None
             )
-            links = network or costs.network
-            if network is not None and costs.on_processors:
-                links = between_processors(network)
         with line("linearize"):
             chain = linearize(captured, costs)
-        capacity_bytes = room or (costs.capacity_bytes,) * len(lanes)
+        question = Question(
+            chain=chain,
+            n_devices=len(lanes),
+            n_microbatches=count,
+            network=_between(network, costs),
+            capacity_bytes=room or (costs.capacity_bytes,) * len(lanes),
+            training_factor=training_factor,
+            checkpoint=checkpoint,
+            loops=loops,
+        )
         with line("partition"):
             try:
-                plan = _planned(
-                    chain,
+                plan = planned(
+                    question,
                     schedule,
                     tables[count],
-                    checkpoint,
-                    n_devices=len(lanes),
-                    n_microbatches=count,
-                    network=links,
-                    capacity_bytes=capacity_bytes,
-                    training_factor=training_factor,
-                    loops=loops,
                     solver=solver,
                     seed=seed,
                     workers=workers,
                     time_limit_s=time_limit_s / len(counts),
                     progress=lambda ms: progress(f"partition: {ms:.3f} ms"),
                 )
-                plan = with_messages_held(chain, plan, links, capacity_bytes)
-                found.append((costs, chain, plan, capacity_bytes))
+                found.append(_Planned(costs, question, plan))
             except PlanError as error:
                 unfit.append(error)
     if not found:
         raise unfit[-1]
-    costs, chain, plan, capacity_bytes = min(found, key=lambda one: one[2].estimate.step_ms)
-    with line("partition"):
-        others = (other for _, _, other, _ in found if other is not plan)
-        candidates = (
-            *(candidate(o.schedule_name, o.schedule, o.estimate, capacity_bytes) for o in others),
-            *named_candidates(
-                chain,
-                n_devices=len(lanes),
-                n_microbatches=plan.schedule.n_microbatches,
-                checkpoint=CheckpointMode("never" if checkpoint == AUTO else checkpoint),
-                network=links,
-                capacity_bytes=capacity_bytes,
-                training_factor=training_factor,
-            ),
-        )
+    best = min(found, key=lambda one: one.plan.estimate.step_ms)
+    costs, question, plan = best.profile, best.question, best.plan
+    with line("candidates"):
+        others = [one for one in found if one is not best]
+        candidates = (*(one.candidate for one in others), *weighed_against(question))
     with line("portals"):
-        wiring = wire(captured, chain, plan)
+        wiring = wire(captured, question.chain, plan)
     with line("emit"):
         manifest, files = emit(
             captured,
@@ -189,9 +174,9 @@ def compile(
             plan,
             wiring,
             devices=tuple(map(str, lanes)),
-            capacity_bytes=capacity_bytes,
+            capacity_bytes=question.capacity_bytes,
         )
-    manifest = dataclasses.replace(
+    manifest = replace(
         manifest,
         part=None if part is None else part.spec,
         optimizer=OptimizerSpec(str(optimizer), training_factor),
@@ -199,58 +184,31 @@ def compile(
     )
     # Of a table that was given, nobody knew yet which stages write buffers.
     check(plan.schedule, manifest.stage_to_device, manifest.microbatches, manifest.written)
-    return Package(manifest, captured, costs, chain, plan, wiring, files, line.seconds)
+    seconds = line.seconds
+    return Package(manifest, captured, costs, question.chain, plan, wiring, files, seconds)
 
 
-def _planned(
-    chain: Chain,
-    schedule: str | Schedule,
-    table: Schedule | None,
-    checkpoint: str,
-    *,
-    n_devices: int,
-    n_microbatches: int,
-    network: Network,
-    capacity_bytes: tuple[int, ...],
-    training_factor: float,
-    loops: int | None,
-    solver: str,
-    seed: int,
-    workers: int | None,
-    time_limit_s: float,
-    progress: Callable[[float], None],
-) -> Plan:
-    """By the search if anything is left to it, else by the solver."""
-    name = schedule if isinstance(schedule, str) else GIVEN
-    if table is None or checkpoint == AUTO:
-        return search(
-            chain,
-            n_devices=n_devices,
-            n_microbatches=n_microbatches,
-            network=network,
-            capacity_bytes=capacity_bytes,
-            training_factor=training_factor,
-            recompute=checkpoint == AUTO,
-            loops=LOOPS if loops is None else (loops,),
-            table=table,
-            schedule_name=name,
-            seed=seed,
-            n_workers=workers,
-            time_limit_s=time_limit_s,
-            progress=progress,
-        )
-    return partition(
-        chain,
-        n_stages=table.n_stages,
-        loops=max(Counter(table.stage_to_device).values()),
-        n_microbatches=n_microbatches,
-        schedule=schedule,
-        checkpoint=CheckpointMode(checkpoint),
-        network=network,
-        capacity_bytes=capacity_bytes,
-        training_factor=training_factor,
-        solver=solver,
-    )
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What came of one number of micro-batches."""
+
+    profile: Profile
+    question: Question
+    plan: Plan
+
+    @property
+    def candidate(self) -> CandidateSpec:
+        """What is kept of one that is not taken."""
+        plan = self.plan
+        room = self.question.capacity_bytes
+        return candidate(plan.schedule_name, plan.schedule, plan.estimate, room)
+
+
+def _between(network: Network | None, costs: Profile) -> Network:
+    """The links: those that were measured, unless the user named a topology."""
+    if network is None:
+        return costs.network
+    return between_processors(network) if costs.on_processors else network
 
 
 class _Line:

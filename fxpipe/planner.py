@@ -1,7 +1,6 @@
 """Plans of one chain beside each other: the named schedules and what the search finds."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -11,39 +10,18 @@ from fxpipe.costs.criterion import Loss
 from fxpipe.costs.optimizer import optimizer_of
 from fxpipe.costs.profile_file import costs_of, is_analytic
 from fxpipe.errors import FxpipeError
-from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
+from fxpipe.ir import GIVEN, CheckpointMode, Plan
 from fxpipe.passes import order
 from fxpipe.passes.bound.lower import bytes_free, lower_bound_ms
 from fxpipe.passes.linearize import linearize
-from fxpipe.passes.partition import partition
 from fxpipe.passes.partition_costs import edges_of
-from fxpipe.passes.partition_processes import with_messages_held
-from fxpipe.passes.search.plan import LOOPS, chain_loops, search
+from fxpipe.passes.search.plan import chain_loops
+from fxpipe.question import Question, planned
 from fxpipe.runtime.stream import parse_devices
 from fxpipe.schedule import Schedule
 from fxpipe.settings import table_of
 from fxpipe.show.progress import Progress
 from fxpipe.target import load
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What is planned, for which devices. `recompute`: blocks may be computed again.
-
-    A device holds `loops` stages; where that is None, the search tries each of `tried_loops`.
-    Devices that are `processors` send by themselves, if not within one process.
-    """
-
-    chain: Chain
-    n_devices: int
-    n_microbatches: int
-    network: Network
-    capacity_bytes: tuple[int, ...]
-    training_factor: float
-    recompute: bool = False
-    loops: int | None = None
-    tried_loops: tuple[int, ...] = LOOPS
-    processors: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,43 +102,32 @@ def answered(
 
     Raises PlanError.
     """
-    q = question
     start = time.perf_counter()
-    name = schedule if isinstance(schedule, str) else GIVEN
-    table = table_of(schedule, q.n_devices, q.n_microbatches, q.loops)
-    if table is not None and not q.recompute:
-        loops = max(Counter(table.stage_to_device).values())
-        plan = _cut(q, schedule, table.n_stages, loops, _bound_ms(q))
-        return Answer(name, plan, "", time.perf_counter() - start)
-    plan = search(
-        q.chain,
-        schedule_name=name,
-        n_devices=q.n_devices,
-        n_microbatches=q.n_microbatches,
-        network=q.network,
-        capacity_bytes=q.capacity_bytes,
-        training_factor=q.training_factor,
-        recompute=q.recompute,
-        loops=q.tried_loops if q.loops is None else (q.loops,),
-        table=table,
+    table = table_of(schedule, question.n_devices, question.n_microbatches, question.loops)
+    plan = planned(
+        question,
+        schedule,
+        table,
         seed=seed,
-        n_workers=workers,
+        workers=workers,
         time_limit_s=time_limit_s,
         progress=progress,
     )
-    plan = with_messages_held(q.chain, plan, q.network, q.capacity_bytes)
+    if plan.bound_ms is None:
+        plan = replace(plan, bound_ms=_bound_ms(question))
+    name = schedule if isinstance(schedule, str) else GIVEN
     return Answer(name, plan, "", time.perf_counter() - start)
 
 
 def named(question: Question) -> Iterator[Answer]:
     """Each named schedule, its cuts by dynamic programming, nothing computed again."""
-    q = question
+    q = replace(question, checkpoint=CheckpointMode.NEVER)
     bound_ms = _bound_ms(q)
     for name in order.NAMES:
-        loops = q.loops or order.usual_loops(name, q.n_devices)
         start = time.perf_counter()
         try:
-            plan = _cut(q, name, q.n_devices * loops, loops, bound_ms)
+            plan = planned(q, name, table_of(name, q.n_devices, q.n_microbatches, q.loops))
+            plan = replace(plan, bound_ms=bound_ms)
             yield Answer(name, plan, "", time.perf_counter() - start)
         except FxpipeError as error:
             yield Answer(name, None, str(error), time.perf_counter() - start)
@@ -170,20 +137,3 @@ def _bound_ms(q: Question) -> float:
     free = bytes_free(q.chain, q.capacity_bytes, q.training_factor)
     edges = edges_of(q.chain)
     return lower_bound_ms(q.chain, edges, q.n_devices, q.n_microbatches, q.network, free)
-
-
-def _cut(q: Question, schedule: str | Schedule, n_stages: int, loops: int, bound_ms: float) -> Plan:
-    plan = partition(
-        q.chain,
-        n_stages=n_stages,
-        n_microbatches=q.n_microbatches,
-        schedule=schedule,
-        checkpoint=CheckpointMode.NEVER,
-        network=q.network,
-        capacity_bytes=q.capacity_bytes,
-        solver="dp",
-        loops=loops,
-        training_factor=q.training_factor,
-    )
-    plan = with_messages_held(q.chain, plan, q.network, q.capacity_bytes)
-    return replace(plan, bound_ms=bound_ms)

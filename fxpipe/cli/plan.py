@@ -110,9 +110,7 @@ def plan_command(
             question = model_question(
                 target, devices, batch or 8, microbatches, profile, optimizer or "sgd"
             )
-        question = dataclasses.replace(
-            question, recompute=checkpoint is Recompute.AUTO, loops=loops
-        )
+        question = dataclasses.replace(question, checkpoint=checkpoint.value, loops=loops)
         if memory is not None:
             capacity = capacities(memory, question.n_devices)
             question = dataclasses.replace(question, capacity_bytes=capacity)

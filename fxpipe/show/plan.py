@@ -8,7 +8,8 @@ from rich.markup import escape
 
 from fxpipe.ir import Plan
 from fxpipe.passes.search.ordered import NAME as ORDERED
-from fxpipe.planner import Answer, Question
+from fxpipe.planner import Answer
+from fxpipe.question import Question
 from fxpipe.show.table import new_table, spaced
 from fxpipe.show.texts import bytes_text, ms_text, plural
 

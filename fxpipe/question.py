@@ -1,0 +1,104 @@
+"""What is planned, for which devices; and the plan, by the search or by a solver of cuts."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
+from fxpipe.passes.partition import partition
+from fxpipe.passes.partition_processes import with_messages_held
+from fxpipe.passes.search.named import named_candidates
+from fxpipe.passes.search.plan import LOOPS, TIME_LIMIT_S, search
+from fxpipe.passes.search.plan import NAME as AUTO
+from fxpipe.runtime.manifest import CandidateSpec
+from fxpipe.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is planned, for which devices.
+
+    `checkpoint` is a mode, or `auto`: then parts of stages may be computed again. A device holds
+    `loops` stages; where that is None, the search tries each of `tried_loops`. Devices that are
+    `processors` send by themselves, if not within one process.
+    """
+
+    chain: Chain
+    n_devices: int
+    n_microbatches: int
+    network: Network
+    capacity_bytes: tuple[int, ...]
+    training_factor: float
+    checkpoint: str = CheckpointMode.NEVER
+    loops: int | None = None
+    tried_loops: tuple[int, ...] = LOOPS
+    processors: bool = False
+
+    @property
+    def recompute(self) -> bool:
+        """Whether the search may compute blocks again."""
+        return self.checkpoint == AUTO
+
+
+def planned(
+    question: Question,
+    schedule: str | Schedule,
+    table: Schedule | None,
+    *,
+    solver: str = "dp",
+    seed: int = 0,
+    workers: int | None = None,
+    time_limit_s: float = TIME_LIMIT_S,
+    progress: Callable[[float], None] = lambda _: None,
+) -> Plan:
+    """The plan under `schedule`, whose `table` is None if its order is left to the search.
+
+    By the search if anything is left to it, else by the `solver`. Raises PlanError.
+    """
+    q = question
+    if table is None or q.recompute:
+        plan = search(
+            q.chain,
+            n_devices=q.n_devices,
+            n_microbatches=q.n_microbatches,
+            network=q.network,
+            capacity_bytes=q.capacity_bytes,
+            training_factor=q.training_factor,
+            recompute=q.recompute,
+            loops=q.tried_loops if q.loops is None else (q.loops,),
+            table=table,
+            schedule_name=schedule if isinstance(schedule, str) else GIVEN,
+            seed=seed,
+            n_workers=workers,
+            time_limit_s=time_limit_s,
+            progress=progress,
+        )
+    else:
+        plan = partition(
+            q.chain,
+            n_stages=table.n_stages,
+            n_microbatches=q.n_microbatches,
+            loops=max(Counter(table.stage_to_device).values()),
+            schedule=schedule,
+            checkpoint=CheckpointMode(q.checkpoint),
+            network=q.network,
+            capacity_bytes=q.capacity_bytes,
+            training_factor=q.training_factor,
+            solver=solver,
+        )
+    return with_messages_held(q.chain, plan, q.network, q.capacity_bytes)
+
+
+def weighed_against(question: Question) -> Iterator[CandidateSpec]:
+    """The named schedules on cuts of equal time, which a plan is shown beside."""
+    q = question
+    mode = CheckpointMode.NEVER if q.recompute else CheckpointMode(q.checkpoint)
+    return named_candidates(
+        q.chain,
+        n_devices=q.n_devices,
+        n_microbatches=q.n_microbatches,
+        checkpoint=mode,
+        network=q.network,
+        capacity_bytes=q.capacity_bytes,
+        training_factor=q.training_factor,
+    )
