@@ -58,7 +58,7 @@ def _note(tracer: Any, given: Mapping[str, Any]) -> None:
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
     call = next(reversed(tracer.nn_module_stack), "")
-    owner = _known(next(iter(given.values()), None))
+    owner = _known(given.get(next(iter(tracer.f_code.co_varnames), "")))
     if not isinstance(owner, UnspecializedNNModuleVariable):
         return
     module: Any = owner.value
