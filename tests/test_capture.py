@@ -492,7 +492,7 @@ def test_a_model_that_cannot_be_trained_by_itself_is_told_so():
 def test_what_tracing_raises_is_told():
     class Traced(nn.Module):
         def forward(self, x):
-            return [None][torch.compiler.is_compiling()] or x * 2
+            return [None][int(torch.compiler.is_compiling())] or x * 2
 
     with pytest.raises(CaptureError, match=r"Tracing it raised IndexError.*out of range"):
         capture(Traced(), (torch.randn(4, 6),), {})
