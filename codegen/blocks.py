@@ -21,7 +21,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxpipe.codegen.block import Block, Design, design, varying
-from fxpipe.codegen.calls import SEGMENT, Call, call_tree, op_counts
+from fxpipe.codegen.calls import Call, call_meta, call_tree, op_counts
 from fxpipe.codegen.chains import called_in_turn, joined, made_of_chain
 from fxpipe.codegen.class_names import class_names
 from fxpipe.codegen.crossing import crossing_names
@@ -37,9 +37,6 @@ from fxpipe.codegen.stage_scope import StageScopes
 from fxpipe.codegen.unfit import unfit_paths
 from fxpipe.codegen.wording import assigned_word
 from fxpipe.ir import Capture, Wiring
-from fxpipe.ops.interpret import MODE
-from fxpipe.ops.regions import REGION
-from fxpipe.ops.source import calling_line
 from fxpipe.ops.variables import GIVEN_UP
 
 _MOST_SETTINGS = 8
@@ -143,13 +140,13 @@ class _Rolling:
         if chain is None:
             return None
         self.made[call.path] = made_of_chain(chain)
-        return joined(call.path, nodes, self._call_meta(call))
+        return joined(call.path, nodes, call_meta(call, self.capture.tree))
 
     def _dissolved(self, call: Call) -> list[fx.Node]:
         """The ops of a call for the call around it: what is one expression is of the line there."""
         nodes = call.nodes()
         if _is_one_expression(nodes, self.capture) and nodes[0].op != "call_module":
-            meta = self._call_meta(call)
+            meta = call_meta(call, self.capture.tree)
             if meta["source"] is not None:
                 nodes[0].meta |= {"source": meta["source"], "stack": call.stack[:-1]}
         return nodes
@@ -211,7 +208,7 @@ class _Rolling:
         results = [part.nodes[place] for place in outputs]
         with self.graph.inserting_after(part.nodes[-1]):
             node = self.graph.call_module(part.path, given)
-        node.meta = self._call_meta(member.call)
+        node.meta = call_meta(member.call, self.capture.tree)
         made = [node]
         if len(results) == 1:
             line = node.meta["source"]
@@ -251,20 +248,6 @@ class _Rolling:
         while node in self.became:
             node = self.became[node]
         return node
-
-    def _call_meta(self, call: Call) -> dict[str, Any]:
-        first = call.nodes()[0]
-        tree = self.capture.tree
-        outer = call.stack[-2][0] if len(call.stack) > 1 else ""
-        stack = first.meta.get("stack", ())[len(call.stack) - 1 :] or call.stack[-1:]
-        line = calling_line(first, tree[outer], [tree[path] for path, _ in stack])
-        meta: dict[str, Any] = {"module": call.path, "stack": call.stack, "source": line}
-        frames = first.meta.get("frames", ())
-        meta["frames"] = frames[: frames.index(line) + 1] if line in frames else ()
-        mode, region = call.mode(), call.region()
-        meta |= {} if mode is None else {MODE: mode}
-        meta |= {SEGMENT: first.meta[SEGMENT]} if SEGMENT in first.meta else {}
-        return meta | ({} if region is None else {REGION: region})
 
     def _class_name(self, kind: type[nn.Module], paths: Sequence[str], scope: Scope) -> str:
         others = [(tuple(b.scope.made), b.paths) for b in self.blocks if b.kind is kind]

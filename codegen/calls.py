@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from fxpipe.ops.interpret import MODE
 from fxpipe.ops.regions import PLAIN, REGION, Region
-from fxpipe.ops.source import calls_around
+from fxpipe.ops.source import calling_line, calls_around
 
 SEGMENT = "segment"  # the key of a node's meta that holds the number of its segment in its stage
 
@@ -119,3 +120,18 @@ def home(node: fx.Node) -> str:
     """The path of the module whose forward has the line of `node`."""
     stack = calls_around(node)
     return stack[-1][0] if stack else ""
+
+
+def call_meta(call: Call, tree: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """What a node that stands for all ops of a call has as meta; `tree` are the model's modules."""
+    first = call.nodes()[0]
+    outer = call.stack[-2][0] if len(call.stack) > 1 else ""
+    stack = first.meta.get("stack", ())[len(call.stack) - 1 :] or call.stack[-1:]
+    line = calling_line(first, tree[outer], [tree[path] for path, _ in stack])
+    frames = first.meta.get("frames", ())
+    known = frames[: frames.index(line) + 1] if line in frames else ()
+    meta = {"module": call.path, "stack": call.stack, "source": line, "frames": known}
+    mode, region = call.mode(), call.region()
+    meta |= {} if mode is None else {MODE: mode}
+    meta |= {SEGMENT: first.meta[SEGMENT]} if SEGMENT in first.meta else {}
+    return meta | ({} if region is None else {REGION: region})
