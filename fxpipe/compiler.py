@@ -17,9 +17,9 @@ from fxpipe.costs.capacity import capacities
 from fxpipe.costs.criterion import Loss
 from fxpipe.costs.meter import check_rows
 from fxpipe.costs.optimizer import Optimizer, optimizer_of
-from fxpipe.costs.topology import between_processors, network_of
+from fxpipe.costs.topology import network_of
 from fxpipe.errors import CaptureError, PlanError
-from fxpipe.ir import Network, Plan, Profile
+from fxpipe.ir import Plan, Profile
 from fxpipe.package import Package
 from fxpipe.partial import largest_part
 from fxpipe.passes.linearize import linearize
@@ -137,12 +137,15 @@ def compile(
             chain=chain,
             n_devices=len(lanes),
             n_microbatches=count,
-            network=_between(network, costs),
+            network=costs.network,
             capacity_bytes=room or (costs.capacity_bytes,) * len(lanes),
             training_factor=training_factor,
             checkpoint=checkpoint,
             loops=loops,
+            processors=costs.on_processors,
         )
+        if network is not None:
+            question = question.over(network)
         with line("partition"):
             try:
                 plan = planned(
@@ -202,13 +205,6 @@ class _Planned:
         plan = self.plan
         room = self.question.capacity_bytes
         return candidate(plan.schedule_name, plan.schedule, plan.estimate, room)
-
-
-def _between(network: Network | None, costs: Profile) -> Network:
-    """The links: those that were measured, unless the user named a topology."""
-    if network is None:
-        return costs.network
-    return between_processors(network) if costs.on_processors else network
 
 
 class _Line:

@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from fxpipe.costs.topology import between_processors
 from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
 from fxpipe.passes.partition import partition
 from fxpipe.passes.partition_processes import with_messages_held
@@ -38,6 +39,10 @@ class Question:
     def recompute(self) -> bool:
         """Whether the search may compute blocks again."""
         return self.checkpoint == AUTO
+
+    def over(self, links: Network) -> "Question":
+        """The same over the links of a topology, in place of measured ones."""
+        return replace(self, network=between_processors(links) if self.processors else links)
 
 
 def planned(

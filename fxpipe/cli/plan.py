@@ -80,7 +80,7 @@ def plan_command(
 
         from fxpipe.chain_file import load_chain
         from fxpipe.costs.capacity import capacities
-        from fxpipe.costs.topology import between_processors, network_of
+        from fxpipe.costs.topology import network_of
         from fxpipe.planner import answered, chain_question, model_question, named
         from fxpipe.schedule import Schedule
         from fxpipe.settings import check_settings
@@ -115,10 +115,7 @@ def plan_command(
             capacity = capacities(memory, question.n_devices)
             question = dataclasses.replace(question, capacity_bytes=capacity)
         if topology is not None:
-            network = network_of(topology, question.n_devices)
-            if question.processors:
-                network = between_processors(network)
-            question = dataclasses.replace(question, network=network)
+            question = question.over(network_of(topology, question.n_devices))
         with BestSoFar() as progress:
             found = answered(
                 question,

@@ -445,9 +445,9 @@ def refused_folder(folders: Sequence[Path]) -> str:
     return refused(folders[torch.distributed.get_rank()])
 
 
-def refused_replicas(folder: Path, dps: Sequence[int]) -> str:
-    """The error where each rank asks for a number of replicas of its own."""
-    return refused(folder, dp=dps[torch.distributed.get_rank()])
+def refused_options(folder: Path, option: str, values: Sequence[object]) -> str:
+    """The error where each rank loads with a value of its own."""
+    return refused(folder, **{option: values[torch.distributed.get_rank()]})
 
 
 def refused_settings(folder: Path, name: str, values: Sequence[object]) -> str:

@@ -65,11 +65,11 @@ def test_replicas_begin_with_the_weights_of_the_first(four, tmp_path):
 
 def test_processes_that_are_no_whole_replicas_are_refused(four, tmp_path):
     toys.write(tmp_path, toys.CHAIN, devices=(0, 1, 1))
-    errors = four.run(jobs.refused_replicas, tmp_path, [3, 3, 3, 3])
+    errors = four.run(jobs.refused_options, tmp_path, "dp", [3, 3, 3, 3])
     assert set(errors) == {errors[0]}
     assert "dp=3: 4 processes can't be cut" in errors[0]
-    (error, *_) = four.run(jobs.refused_replicas, tmp_path, [2, 2, 1, 2])
+    (error, *_) = four.run(jobs.refused_options, tmp_path, "dp", [2, 2, 1, 2])
     assert "rank 0 was given dp=2, rank 2 dp=1" in error
-    (error, *_) = four.run(jobs.refused_replicas, tmp_path, [4, 4, 4, 4])
+    (error, *_) = four.run(jobs.refused_options, tmp_path, "dp", [4, 4, 4, 4])
     assert "compiled for 2 devices, 1 processes run it in each of dp=4 replicas" in error
     assert "--nproc-per-node 8" in error

@@ -44,6 +44,14 @@ def test_packages_that_differ_are_refused_with_both_values(two, tmp_path):
     assert "stage_0.py" not in error
 
 
+def test_options_that_differ_are_refused_with_both_values(two, tmp_path):
+    toys.write(tmp_path, toys.EARLY, devices=(0, 1))
+    option = "deferred_batch_norm"
+    (error, other) = two.run(jobs.refused_options, tmp_path, option, (True, False))
+    assert error == other
+    assert f"{option}: rank 0 has True, rank 1 has False" in error
+
+
 def test_a_file_missing_on_one_rank_is_refused_by_all(two, tmp_path):
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
