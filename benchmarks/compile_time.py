@@ -29,7 +29,8 @@ DEVICES, BATCH, MICROBATCHES = 2, 8, 4
 def seconds(name: str) -> dict[str, float]:
     """Seconds of each pass, and of all together."""
     example = target.load(str(HERE.parent / "examples" / f"{name}.py"))
-    model, inputs = example.build(), example.inputs(BATCH)
+    model = example.build()
+    inputs = example.inputs(BATCH, model)
     started = time.perf_counter()
     package = fxpipe.compile(
         model,

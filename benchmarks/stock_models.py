@@ -100,7 +100,8 @@ def try_model(entry: Entry) -> Row:
 def compiled(entry: Entry, passes: list[str]) -> Iterator[fxpipe.Package]:
     """A package for each number of stages, all of one capture and profile."""
     target = target_of(entry)
-    model, inputs = target.build(), target.inputs(BATCH)
+    model = target.build()
+    inputs = target.inputs(BATCH, model)
     capture, profile = compiler.capture_model, None
     for n, schedule in SCHEDULES.items():
         with mock.patch.object(compiler, "capture_model", capture):

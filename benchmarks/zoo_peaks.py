@@ -69,7 +69,8 @@ def measure(name: str) -> Row:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     target = target_of(ZOO[name])
-    model, inputs = target.build(), target.inputs(BATCH)
+    model = target.build()
+    inputs = target.inputs(BATCH, model)
     row: Row = {}
     capture: Any = compiler.capture_model
     profile: Any = None

@@ -82,8 +82,7 @@ def _step_of(pipe: Pipeline, target: Target | None) -> Callable[[], object]:
         )
     model = target.build()
     pipe.load_state_dict(model.state_dict())
-    inputs = target.inputs(manifest.batch)
-    target.check_rows(inputs, manifest.batch, model)
+    inputs = target.inputs(manifest.batch, model)
     wanted = target.targets(manifest.batch)
 
     def run() -> None:

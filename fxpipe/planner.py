@@ -62,9 +62,8 @@ def model_question(
     m = microbatches or min(batch, 2 * len(lanes))
     loaded = load(target)
     costs = None if profile is None else costs_of(profile)
-    inputs = loaded.inputs(batch)
     model = loaded.build_without_memory() if is_analytic(costs) else loaded.build()
-    loaded.check_rows(inputs, batch, model)
+    inputs = loaded.inputs(batch, model)
     with Progress() as progress, loaded.running(f"{type(model).__name__}.forward"):
         captured, priced = costed(
             model,

@@ -6,15 +6,10 @@ targets(batch)                    if wanted: what `loss` compares the output wit
 loss(output, target) -> Tensor    if wanted: a scalar
 """
 
-import contextlib
-import importlib
-import importlib.util
 import inspect
-import linecache
 import os
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -24,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.capture.inputs import batch_of, bind, input_names
-from fxpipe.errors import FxpipeError, InputError, TargetError
+from fxpipe.errors import InputError, TargetError
 from fxpipe.memory import without_memory
 from fxpipe.runtime.structure import describe
 from fxpipe.show.texts import plural
+from fxpipe.user_code import import_file, import_module, running, shown_line
 
-_FXPIPE = Path(__file__).resolve().parent
 _FORMS = "TARGET is model.py, model.py:factory or package.module:factory"
 _BUILD_SEED, _INPUTS_SEED, _TARGETS_SEED = 0, 1, 2
 
@@ -82,8 +77,38 @@ class Target:
                 "analytic:...) the model is built as usual."
             ) from error
 
-    def inputs(self, batch: int) -> Inputs:
-        """Arguments for a batch of `batch` rows. Raises TargetError."""
+    def inputs(self, batch: int, model: nn.Module) -> Inputs:
+        """Arguments of `model` for a batch of `batch` rows. Raises TargetError."""
+        found = self._made_inputs(batch)
+        call = f"inputs({batch}) in {self.file}"
+        try:
+            structure, tensors = describe(bind(model, found.args, found.kwargs)[1])
+        except InputError as error:
+            placed = [f"{len(found.args)} by position"] if found.args else []
+            given = ", ".join([*placed, *found.kwargs]) or "none"
+            raise TargetError(f"{call} returned as arguments {given}: {error}") from error
+        rows, batched = batch_of(tensors)
+        if rows != batch:
+            first = batched.index(True)
+            name, shape = input_names(structure)[first], list(tensors[first].shape)
+            raise TargetError(
+                f"{call} returned {plural(rows, 'row')}, since {name!r} has shape {shape}: the "
+                "batch is dimension 0, as long as in the first input that has more than one row. "
+                f"Return as many rows as are asked for, or give --batch {rows}"
+            )
+        return found
+
+    def targets(self, batch: int) -> Any:
+        """What `loss` compares the output with; None if the file makes none. Raises TargetError."""
+        if self.make_targets is None:
+            return None
+        return self._call(self.make_targets, _TARGETS_SEED, batch)
+
+    def running(self, what: str) -> AbstractContextManager[None]:
+        """Make the folder importable; turn an exception of the user's own code into TargetError."""
+        return running(what, self.folder)
+
+    def _made_inputs(self, batch: int) -> Inputs:
         made = self._call(self.make_inputs, _INPUTS_SEED, batch)
         if isinstance(made, Tensor):
             return Inputs((made,), {})
@@ -95,47 +120,6 @@ class Target:
             f"inputs({batch}) in {self.file} must return a tuple of positional arguments or a dict "
             f"of keyword arguments, not {_described(made)}"
         )
-
-    def check_rows(self, inputs: Inputs, batch: int, model: nn.Module) -> None:
-        """Raise TargetError if `inputs(batch)` gave `model` another number of rows."""
-        try:
-            structure, tensors = describe(bind(model, inputs.args, inputs.kwargs)[1])
-        except InputError as error:
-            placed = [f"{len(inputs.args)} by position"] if inputs.args else []
-            given = ", ".join([*placed, *inputs.kwargs]) or "none"
-            raise TargetError(
-                f"inputs({batch}) in {self.file} returned as arguments {given}: {error}"
-            ) from error
-        rows, batched = batch_of(tensors)
-        if rows != batch:
-            first = batched.index(True)
-            name, shape = input_names(structure)[first], list(tensors[first].shape)
-            raise TargetError(
-                f"inputs({batch}) in {self.file} returned {plural(rows, 'row')}, since "
-                f"{name!r} has shape {shape}: the batch is dimension 0, as long as in the first "
-                "input that has more than one row. Return as many rows as are asked for, or give "
-                f"--batch {rows}"
-            )
-
-    def targets(self, batch: int) -> Any:
-        """What `loss` compares the output with; None if the file makes none. Raises TargetError."""
-        if self.make_targets is None:
-            return None
-        return self._call(self.make_targets, _TARGETS_SEED, batch)
-
-    @contextlib.contextmanager
-    def running(self, what: str) -> Iterator[None]:
-        """Make the folder importable; turn an exception of the user's own code into TargetError."""
-        with _importable(self.folder):
-            try:
-                yield
-            except FxpipeError:
-                raise
-            except (Exception, SystemExit) as error:
-                where = _own_line(error, self.folder)
-                if where is None:
-                    raise
-                raise TargetError(f"{what} raised {_told(error)}\n  {where}") from error
 
     def _call(self, function: Callable[..., object], seed: int, *args: object) -> object:
         torch.manual_seed(seed)
@@ -154,9 +138,10 @@ def load(text: str) -> Target:
         raise TargetError(f"{text!r} names no file and no module: {_FORMS}")
     factory = factory or "build"
     is_file = source.endswith(".py") or os.sep in source
-    folder = str(Path(source).resolve().parent) if is_file else str(Path.cwd())
-    with _importable(folder):
-        module = _import_file(Path(source)) if is_file else _import_module(source)
+    if is_file and not Path(source).is_file():
+        raise TargetError(f"there is no file {source}: {_FORMS}")
+    folder = str(Path(source).resolve().parent if is_file else Path.cwd())
+    module = (import_file if is_file else import_module)(source, folder)
     file = source if is_file else str(module.__file__ or source)
     return Target(
         name=text,
@@ -167,91 +152,6 @@ def load(text: str) -> Target:
         make_targets=_optional_function(module, "targets", file, ("batch",)),
         loss=_optional_function(module, "loss", file, ("output", "target")),
     )
-
-
-def _told(error: BaseException) -> str:
-    message = error.msg if isinstance(error, SyntaxError) else error
-    message = str(message).partition("\nException raised from")[0]  # then torch's C++ frames
-    return f"{type(error).__name__}: {message}".rstrip(": \n")
-
-
-def _own_line(error: BaseException, folder: str) -> str | None:
-    """The last line of the user's code, which lies below `folder`, that the error came through."""
-    if isinstance(error, SyntaxError) and error.filename is not None:
-        return _line(error.filename, error.lineno or 0)
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        installed = "site-packages" in path.parts or path.is_relative_to(_FXPIPE)
-        if path.is_relative_to(folder) and not installed:
-            return _line(frame.filename, frame.lineno or 0)
-    return None
-
-
-def _line(file: str, line: int) -> str:
-    shown = os.path.relpath(file)
-    shown = file if shown.startswith("..") else shown
-    return f"{shown}, line {line}: {linecache.getline(file, line).strip()}"
-
-
-def _not_importable(name: str, error: BaseException, folder: str) -> TargetError:
-    where = _own_line(error, folder)
-    return TargetError(
-        f"{name} can't be imported: {_told(error)}" + (f"\n  {where}" if where else "")
-    )
-
-
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise TargetError(f"there is no file {path}: {_FORMS}")
-    resolved = path.resolve()
-    # The stem, as `import model` would have it, unless that means another module already: classes
-    # of the model's outputs then have names that can be imported where this file is.
-    name = path.stem
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) != str(resolved):
-        name = f"fxpipe_target_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, resolved)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    linecache.checkcache(str(resolved))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        refused = _not_importable(str(path), error, str(resolved.parent))
-        if isinstance(error, ImportError) and "relative import" in str(error):
-            module_name = f"{resolved.parent.name}.{path.stem}"
-            raise TargetError(
-                f"{refused}\nA file has no package: from the folder {resolved.parent.parent}, give "
-                f"{module_name} or {module_name}:factory as TARGET"
-            ) from error
-        raise refused from error
-    return module
-
-
-def _import_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and (name + ".").startswith(missing + "."):
-            raise TargetError(
-                f"there is no module {missing} in the current folder or the installed packages: "
-                f"for a file, write {name.replace('.', '/')}.py"
-            ) from error
-        raise _not_importable(name, error, str(Path.cwd())) from error
-
-
-@contextlib.contextmanager
-def _importable(folder: str) -> Iterator[None]:
-    before = list(sys.path)
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path[:] = before
 
 
 def _function(
@@ -282,7 +182,7 @@ def _optional_function(
         signature.bind(*takes)
     except TypeError as error:
         code = getattr(found, "__code__", None)
-        where = f"\n  {_line(code.co_filename, code.co_firstlineno)}" if code else ""
+        where = f"\n  {shown_line(code.co_filename, code.co_firstlineno)}" if code else ""
         raise TargetError(
             f"`{name}` in {file} is called as {name}({', '.join(takes)}), which it does not take "
             f"({error}): write `def {name}({', '.join(takes)}): ...`{where}"

@@ -165,8 +165,7 @@ def case_of(
             f"a batch of {rows} can't be divided into the {m} micro-batches of this package: "
             f"verify with --batch {m} or more"
         )
-    made = target.inputs(rows)
-    target.check_rows(made, rows, plain)
+    made = target.inputs(rows, plain)
     # In the order of the signature, in which the manifest lists the inputs.
     kwargs = {name: made.kwargs[name] for name in manifest.signature if name in made.kwargs}
     structure, tensors = describe(((made.args, {**kwargs, **made.kwargs}), target.targets(rows)))

@@ -28,8 +28,7 @@ def verify_part(
     """
     plain = set_precision(target.build(), dtype)
     spliced = splice(set_precision(target.build(), dtype), pipe)
-    made = target.inputs(rows)
-    target.check_rows(made, rows, plain)
+    made = target.inputs(rows, plain)
     structure, tensors = describe(((made.args, made.kwargs), target.targets(rows)))
     batch = rebuild(structure, [in_precision(tensor, dtype) for tensor in tensors])
     m = pipe.manifest.microbatches

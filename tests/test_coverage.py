@@ -41,7 +41,8 @@ def test_stock_models_go_in_and_what_comes_out_equals_them(name, zoo, tmp_path, 
     entry = zoo[name]
     pytest.importorskip(entry.library)
     target = Target(name, str(FILE), str(tmp_path), entry.build, entry.inputs)
-    model, inputs = target.build(), target.inputs(6)
+    model = target.build()
+    inputs = target.inputs(6, model)
     captured = capture(model, inputs.args, inputs.kwargs)
     assert captured.checked == "train and eval"
     monkeypatch.setattr(compiler, "capture_model", lambda *_: captured)

@@ -57,13 +57,14 @@ class Example:
         self.first: Package | None = None
 
     def compile(self, n_stages: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Package:
-        inputs = self.target.inputs(BATCH)
+        model = self.target.build()
+        inputs = self.target.inputs(BATCH, model)
         if self.first is not None:
             captured = self.first.capture
             monkeypatch.setattr(compiler, "capture_model", lambda *_: captured)
             options["profile"] = self.first.profile
         package = compiler.compile(
-            self.target.build(),
+            model,
             inputs.args,
             inputs.kwargs,
             devices=["cpu"] * n_stages,

@@ -162,13 +162,12 @@ def compile_command(
         usual = order.n_microbatches if isinstance(order, Schedule) else min(batch, 2 * len(used))
         loaded = targets.load(target)
         costs = None if profile is None else costs_of(profile)
-        inputs = loaded.inputs(batch)
         if is_analytic(costs):
             say(f"building without memory, since costs are {profile}: no numbers are compared")
             model = loaded.build_without_memory()
         else:
             model = loaded.build()
-        loaded.check_rows(inputs, batch, model)
+        inputs = loaded.inputs(batch, model)
         if weights:
             refuse_valueless(type(model).__name__, model.parameters())
         with Progress() as progress, loaded.running(f"{type(model).__name__}.forward"):

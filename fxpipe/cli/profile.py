@@ -44,9 +44,8 @@ def profile_command(
             device_named(profile)
         used = parse_devices(devices)
         loaded = targets.load(target)
-        inputs = loaded.inputs(batch)
         model = loaded.build() if profile is None else loaded.build_without_memory()
-        loaded.check_rows(inputs, batch, model)
+        inputs = loaded.inputs(batch, model)
         with Progress() as progress, loaded.running(f"{type(model).__name__}.forward"):
             _, found = costed(
                 model,
