@@ -19,7 +19,7 @@ from fxpipe.passes.search.plan import chain_loops
 from fxpipe.question import Question, planned
 from fxpipe.runtime.stream import parse_devices
 from fxpipe.schedule import Schedule
-from fxpipe.settings import table_of
+from fxpipe.settings import table_of, usual_microbatches
 from fxpipe.show.progress import Progress
 from fxpipe.target import load
 
@@ -35,12 +35,12 @@ class Answer:
 
 
 def chain_question(file: ChainFile, devices: str, microbatches: int | None) -> Question:
-    """A bare chain's; on twice as many micro-batches as devices if nothing is said."""
+    """A bare chain's, whose file has its costs."""
     n_devices = len(parse_devices(devices))
     return Question(
         chain=file.chain,
         n_devices=n_devices,
-        n_microbatches=microbatches or 2 * n_devices,
+        n_microbatches=microbatches or usual_microbatches(n_devices),
         network=file.network,
         capacity_bytes=(file.capacity_bytes,) * n_devices,
         training_factor=file.training_factor,
@@ -59,7 +59,7 @@ def model_question(
     """A model's, whose ops are measured here unless `profile` tells what they cost."""
     lanes = parse_devices(devices)
     held = optimizer_of(optimizer)
-    m = microbatches or min(batch, 2 * len(lanes))
+    m = microbatches or usual_microbatches(len(lanes), batch)
     loaded = load(target)
     costs = None if profile is None else costs_of(profile)
     model = loaded.build_without_memory() if is_analytic(costs) else loaded.build()

@@ -60,6 +60,11 @@ def check_settings(
         raise InputError("\n".join(wrong))
 
 
+def usual_microbatches(n_devices: int, batch: int | None = None) -> int:
+    """Twice the devices, at most a row each of the batch; how many there are if none is asked."""
+    return 2 * n_devices if batch is None else min(batch, 2 * n_devices)
+
+
 def microbatch_counts(
     microbatches: int | str, n_devices: int, schedule: str | Schedule, profile: Profile | str | None
 ) -> tuple[int, ...]:

@@ -1,12 +1,11 @@
-"""How a command answers: arguments that several take, its output, its errors and exit codes."""
+"""How a command answers: its output, its errors and exit codes."""
 
 import contextlib
 import json
 import sys
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -16,13 +15,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 DIFFERS, WRONG_INPUT, FAILED = 1, 2, 3
-
-TargetText = Annotated[
-    str,
-    typer.Argument(metavar="TARGET", help="model.py, model.py:factory or package.module:factory"),
-]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="A package that `compile` wrote.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]
 
 
 class Answer:

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from fxpipe.cli.answer import DIFFERS, Json, Out, TargetText, answering
+from fxpipe.cli.answer import DIFFERS, answering
+from fxpipe.cli.arguments import Json, Out, TargetText
 from fxpipe.errors import PackageError
 
 

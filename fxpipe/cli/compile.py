@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from fxpipe.cli.answer import Json, TargetText, answering, say
+from fxpipe.cli.answer import answering, say
+from fxpipe.cli.arguments import (
+    BATCH,
+    OPTIMIZER,
+    TIME_LIMIT_S,
+    DevicesText,
+    Json,
+    Seed,
+    TargetText,
+    Workers,
+)
 from fxpipe.errors import InputError
 
 
@@ -38,9 +48,9 @@ def count_of(text: str | None) -> int | str | None:
 
 def compile_command(
     target: TargetText,
-    devices: Annotated[str, typer.Option(help="A count, or a list as in cuda:0,cuda:1 and cpu*4.")],
+    devices: DevicesText,
     out: Annotated[Path, typer.Option("--out", "-o", help="The package's folder.")],
-    batch: Annotated[int, typer.Option(min=1, help="Rows of a training step.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a training step.")] = BATCH,
     microbatches: Annotated[
         str | None,
         typer.Option(
@@ -86,7 +96,7 @@ def compile_command(
             metavar="sgd|momentum|adam|adamw|FILE",
             help="Whose state each device holds, or a .toml or .json file with its dtypes.",
         ),
-    ] = "sgd",
+    ] = OPTIMIZER,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -113,11 +123,9 @@ def compile_command(
     ] = False,
     time_limit: Annotated[
         float, typer.Option(min=0.1, help="Seconds for the search, if anything is auto.")
-    ] = 30.0,
-    seed: Annotated[int, typer.Option(help="Of the search's chance.")] = 0,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Threads of the search [default: cores, at most 4]")
-    ] = None,
+    ] = TIME_LIMIT_S,
+    seed: Seed = 0,
+    workers: Workers = None,
     allow_graph_breaks: Annotated[
         bool,
         typer.Option(
@@ -142,6 +150,7 @@ def compile_command(
         from fxpipe.outputs import check_file
         from fxpipe.runtime.stream import parse_devices
         from fxpipe.schedule import Schedule
+        from fxpipe.settings import usual_microbatches
         from fxpipe.show.compiling import choice_text, part_text, passes_text
         from fxpipe.show.package import package_json, package_table
         from fxpipe.show.progress import Progress
@@ -159,7 +168,10 @@ def compile_command(
                 )
         used = [str(device) for device in parse_devices(devices)]
         order = Schedule.read(schedule) if schedule.endswith(".csv") else schedule
-        usual = order.n_microbatches if isinstance(order, Schedule) else min(batch, 2 * len(used))
+        if isinstance(order, Schedule):
+            usual = order.n_microbatches
+        else:
+            usual = usual_microbatches(len(used), batch)
         loaded = targets.load(target)
         costs = None if profile is None else costs_of(profile)
         if is_analytic(costs):

@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from fxpipe.cli.answer import Json, answering
+from fxpipe.cli.answer import answering
+from fxpipe.cli.arguments import (
+    BATCH,
+    OPTIMIZER,
+    TIME_LIMIT_S,
+    DevicesText,
+    Json,
+    Seed,
+    Workers,
+)
 from fxpipe.errors import InputError
 
 
@@ -18,7 +27,7 @@ class Recompute(StrEnum):
 
 
 def plan_command(
-    devices: Annotated[str, typer.Option(help="A count, or a list as in cuda:0,cuda:1 and cpu*4.")],
+    devices: DevicesText,
     target: Annotated[
         str | None,
         typer.Argument(
@@ -30,7 +39,8 @@ def plan_command(
         typer.Option(metavar="FILE.json", help="Costs by block, in place of a model."),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Rows of a training step of TARGET. [default: 8]")
+        int | None,
+        typer.Option(min=1, help=f"Rows of a training step of TARGET. [default: {BATCH}]"),
     ] = None,
     microbatches: Annotated[
         int | None, typer.Option(min=1, help="[default: the table's, or twice the devices]")
@@ -60,18 +70,18 @@ def plan_command(
         str | None,
         typer.Option(
             metavar="sgd|momentum|adam|adamw|FILE",
-            help="Whose state each device holds, of a TARGET. [default: sgd]",
+            help=f"Whose state each device holds, of a TARGET. [default: {OPTIMIZER}]",
         ),
     ] = None,
     topology: Annotated[
         str | None,
         typer.Option(metavar="4x8:nvlink4/ib400", help="Links by name, in place of the costs'."),
     ] = None,
-    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for the search.")] = 30.0,
-    seed: Annotated[int, typer.Option(help="Of the search's chance.")] = 0,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Threads of the search [default: cores, at most 4]")
-    ] = None,
+    time_limit: Annotated[
+        float, typer.Option(min=0.1, help="Seconds for the search.")
+    ] = TIME_LIMIT_S,
+    seed: Seed = 0,
+    workers: Workers = None,
     as_json: Json = False,
 ) -> None:
     """Compare plans of TARGET, or of a bare chain: schedule, cuts, step, bubble, peak, gap."""
@@ -108,7 +118,7 @@ def plan_command(
         else:
             assert target is not None
             question = model_question(
-                target, devices, batch or 8, microbatches, profile, optimizer or "sgd"
+                target, devices, batch or BATCH, microbatches, profile, optimizer or OPTIMIZER
             )
         question = dataclasses.replace(question, checkpoint=checkpoint.value, loops=loops)
         if memory is not None:

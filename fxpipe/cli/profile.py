@@ -5,14 +5,15 @@ from typing import Annotated
 
 import typer
 
-from fxpipe.cli.answer import Json, TargetText, answering, say
+from fxpipe.cli.answer import answering, say
+from fxpipe.cli.arguments import BATCH, DevicesText, Json, TargetText
 
 
 def profile_command(
     target: TargetText,
-    devices: Annotated[str, typer.Option(help="A count, or a list as in cuda:0,cuda:1 and cpu*4.")],
+    devices: DevicesText,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file to write.")],
-    batch: Annotated[int, typer.Option(min=1, help="Rows of a training step.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a training step.")] = BATCH,
     microbatches: Annotated[
         int | None,
         typer.Option(min=1, help="[default: twice the devices, at most the batch]"),
@@ -35,6 +36,7 @@ def profile_command(
         from fxpipe.costs.profile_file import save_profile
         from fxpipe.outputs import check_file
         from fxpipe.runtime.stream import parse_devices
+        from fxpipe.settings import usual_microbatches
         from fxpipe.show import profile as report_profile
         from fxpipe.show.progress import Progress
 
@@ -52,7 +54,7 @@ def profile_command(
                 inputs.args,
                 inputs.kwargs,
                 devices=used,
-                microbatches=microbatches or min(batch, 2 * len(used)),
+                microbatches=microbatches or usual_microbatches(len(used), batch),
                 loss=Loss.of(loaded.loss, loaded.targets(batch)),
                 profile=profile,
                 progress=progress,

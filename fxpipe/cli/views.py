@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from fxpipe.cli.answer import Json, Out, answering, say
+from fxpipe.cli.answer import answering, say
+from fxpipe.cli.arguments import Json, Out
 from fxpipe.errors import InputError
 
 TraceFile = Annotated[

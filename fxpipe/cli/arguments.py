@@ -1,0 +1,25 @@
+"""What several commands take, and what it is if it is not given."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+BATCH = 8
+OPTIMIZER = "sgd"
+TIME_LIMIT_S = 30.0
+
+TargetText = Annotated[
+    str,
+    typer.Argument(metavar="TARGET", help="model.py, model.py:factory or package.module:factory"),
+]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="A package that `compile` wrote.")]
+DevicesText = Annotated[
+    str, typer.Option("--devices", help="A count, or a list as in cuda:0,cuda:1 and cpu*4.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of the search's chance.")]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", min=1, help="Threads of the search [default: cores, at most 4]"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]
