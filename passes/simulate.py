@@ -50,16 +50,15 @@ _Floats = NDArray[np.float64]
 class Simulation:
     """One step. `bubble` is the idle share of all devices' time from the step's start to its end.
 
-    `peak_at_ms` is when each device is at its peak for the first time. `starts` and `ends` are of
-    the table's actions, row by row; `waited_for` is the action that each came right after: the one
-    before it on its device, or one that it waited for; -1 for none.
+    `starts` and `ends` are of the table's actions, row by row; `waited_for` is the action that each
+    came right after: the one before it on its device, or one that it waited for; -1 for none.
+    `memory` is what each device holds over time: (ms, bytes) at first and after each change.
     """
 
     schedule: Schedule
     step_ms: float
     bubble: float
     peak_bytes: tuple[int, ...]
-    peak_at_ms: tuple[float, ...]
     starts: _Floats
     ends: _Floats
     waited_for: _Ints
@@ -125,7 +124,7 @@ def simulate(
 def _simulation(
     schedule: Schedule, at_rest: _Ints, ran: Sequence[NDArray[Any]], record: bool
 ) -> Simulation:
-    devices, _, _, _, starts, ends, waited_for, peak, peak_at, log_device, log_ms, log_bytes = ran
+    devices, _, _, _, starts, ends, waited_for, peak, log_device, log_ms, log_bytes = ran
     # A device starts its actions in its row's order.
     by_row = np.argsort(devices, kind="stable")
     place = np.empty(len(by_row) + 1, np.int64)
@@ -139,7 +138,6 @@ def _simulation(
         step_ms=step_ms,
         bubble=max(0.0, 1 - busy_ms / (n_devices * step_ms)) if step_ms else 0.0,
         peak_bytes=tuple(peak.tolist()),
-        peak_at_ms=tuple(peak_at.tolist()),
         starts=starts[by_row],
         ends=ends[by_row],
         waited_for=place[waited_for[by_row]],

@@ -71,8 +71,8 @@ def run(  # type: ignore[no-untyped-def]
     place of B.
 
     Returns devices, kinds, stages, micro-batches, starts, ends of the actions that ran and what
-    each waited for last; peak memory by device and when; with `record`, memory over time as
-    devices, ms, bytes.
+    each waited for last; peak memory by device; with `record`, memory over time as devices, ms,
+    bytes.
     """
     n_devices = len(at_rest)
     n_stages, n_microbatches = recompute.shape
@@ -105,7 +105,7 @@ def run(  # type: ignore[no-untyped-def]
     own = np.argsort(device_of, kind="mergesort")
     own_ends = np.cumsum(np.bincount(device_of, minlength=n_devices))
     held = at_rest.copy()
-    peak, peak_at = held.copy(), np.zeros(n_devices)
+    peak = held.copy()
     busy = np.zeros(n_devices, np.bool_)
     touched, n_touched = np.arange(n_devices), n_devices
     is_touched = np.ones(n_devices, np.bool_)
@@ -197,8 +197,7 @@ def run(  # type: ignore[no-untyped-def]
                 received[stage, i] += sizes[slot]
                 promised[e] -= sizes[slot]
                 held[e] += sizes[slot]
-                if held[e] > peak[e]:
-                    peak[e], peak_at[e] = held[e], now
+                peak[e] = max(peak[e], held[e])
             if record:
                 log_device, log_ms, log_bytes = with_room(log_device, log_ms, log_bytes, n_log)
                 log_device[n_log], log_ms[n_log], log_bytes[n_log] = changed, now, held[changed]
@@ -270,16 +269,14 @@ def run(  # type: ignore[no-untyped-def]
                         continue
                     received[stage, i] += sizes[slot]
                     held[e] += sizes[slot]
-                    if held[e] > peak[e]:
-                        peak[e], peak_at[e] = held[e], now
+                    peak[e] = max(peak[e], held[e])
                     if record:
                         log_device, log_ms, log_bytes = with_room(
                             log_device, log_ms, log_bytes, n_log
                         )
                         log_device[n_log], log_ms[n_log], log_bytes[n_log] = e, now, held[e]
                         n_log += 1
-            if held[d] > peak[d]:
-                peak[d], peak_at[d] = held[d], now
+            peak[d] = max(peak[d], held[d])
             if record:
                 log_device, log_ms, log_bytes = with_room(log_device, log_ms, log_bytes, n_log)
                 log_device[n_log], log_ms[n_log], log_bytes[n_log] = d, now, held[d]
@@ -293,6 +290,6 @@ def run(  # type: ignore[no-untyped-def]
         now = times[0]
     return (
         devices[:n_actions], kinds[:n_actions], stages[:n_actions], microbatches[:n_actions],
-        starts[:n_actions], ends[:n_actions], waited_for[:n_actions], peak, peak_at,
+        starts[:n_actions], ends[:n_actions], waited_for[:n_actions], peak,
         log_device[:n_log], log_ms[:n_log], log_bytes[:n_log],
     )  # fmt: skip

@@ -103,12 +103,13 @@ def chart(views: Sequence[View]) -> Chart:
             at = y + memory * (1 - capacity / most)
             tip = f"capacity: {bytes_text(capacity)}"
             lines.append(Line(_points([(0, at), (width, at)]), CAPACITY, tip))
-        for lane, (changes, peak) in enumerate(zip(views[0].memory, views[0].peaks, strict=True)):
+        peaks = zip(views[0].memory, views[0].peaks, views[0].peaks_ms, strict=True)
+        for lane, (changes, peak, peak_ms) in enumerate(peaks):
             text, color = f"{lane}: {bytes_text(peak)}", line_color(lane, n)
             labels.append(Label(y + _KEY * (lane + 0.5), text, color))
             held = [*changes, (views[0].step_ms, changes[-1][1])]
             heights = [(ms, y + memory * (1 - n_bytes / most)) for ms, n_bytes in held]
-            lines.append(Line(_stairs(heights), color, f"device {text}"))
+            lines.append(Line(_stairs(heights), color, f"device {text} from {peak_ms:.3f} ms"))
         y += memory
     return Chart(width, y + _GAP, tuple(rectangles), tuple(numbers), tuple(lines), tuple(labels))
 

@@ -21,7 +21,7 @@ _NARROWEST, _WIDEST, _PER_BOX = 7.2, 24.0, 0.21
 _TEXT, _SMALL, _SMALLEST = 8.0, 6.5, 4.0
 _DIGIT = 0.64  # a digit's width as a share of its height
 _HEIGHT = 0.84  # of a box, as a share of its row
-_NAMED, _KEYS_A_ROW = 16, 4  # devices whose peaks are told
+_NAMED, _KEYS_A_ROW = 15, 3  # devices whose peaks are told
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
@@ -142,7 +142,8 @@ def _memory(axes: "Axes", view: View) -> None:
         xs = [ms for ms, _ in changes] + [view.step_ms]
         ys = [n_bytes / scale for _, n_bytes in changes]
         color = line_color(lane, len(peaks))
-        label = f"{lane}: peak {bytes_text(peaks[lane])}" if lane in named else None
+        peak = f"{lane}: peak {bytes_text(peaks[lane])} at {ms_text(view.peaks_ms[lane])}"
+        label = peak if lane in named else None
         axes.step(xs, [*ys, ys[-1]], where="post", color=color, linewidth=1.1, label=label)
     for capacity in view.limits:
         axes.axhline(capacity / scale, color=CAPACITY, linewidth=0.9, linestyle=(0, (1, 1.5)))

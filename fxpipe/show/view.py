@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ class View:
     def peaks(self) -> tuple[int, ...]:
         """The most that each device holds, where memory is known."""
         return tuple(max(n_bytes for _, n_bytes in changes) for changes in self.memory)
+
+    @property
+    def peaks_ms(self) -> tuple[float, ...]:
+        """When each device first holds the most, where memory is known."""
+        return tuple(max(changes, key=itemgetter(1))[0] for changes in self.memory)
 
     @property
     def limits(self) -> tuple[int, ...]:

@@ -90,6 +90,7 @@ def test_memory_goes_in_stairs_below():
     highest = min(float(pair.split(",")[1]) for pair in first.split())
     assert bottom - highest == 120
     assert len(second.split()) == 3
+    assert "device 0: 3 B from 2.000 ms" in Parsed(text()).texts
 
 
 def test_a_measured_step_is_beside_the_predicted_one():

@@ -32,7 +32,7 @@ def test_svg_has_rows_numbers_legend_and_peaks(tmp_path):
     assert "predicted: 11.0 ms, bubble 50%" in found
     assert [text for text in found if re.fullmatch(r"\d: cpu", text)] == ["0: cpu", "1: cpu"]
     assert {"forward", "gradients of inputs", "recomputation", "critical path"} <= set(found)
-    assert {"0: peak 3 B", "1: peak 2 B"} <= set(found)
+    assert {"0: peak 3 B at 2.00 ms", "1: peak 2 B at 1.00 ms"} <= set(found)
 
 
 def test_measured_step_stands_below_on_the_same_axis(tmp_path):
