@@ -9,10 +9,9 @@ processes or one; the plain model itself can load it too. Of a weight that sever
 one copy is written. A folder that a process died over is never taken for a whole checkpoint.
 """
 
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,27 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from fxpipe.errors import WeightsError
-from fxpipe.outputs import beside
-from fxpipe.runtime.distributed.dtensors import empty_beside
+from fxpipe.optimizer_state import give_state, optimizer_state, state_to_load
+from fxpipe.outputs import filled_for, is_free, standing, whole_folder
 from fxpipe.runtime.distributed.pipeline import DistributedPipeline
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.weights import check as weights
 from fxpipe.runtime.weights.original import Original
 
-# What separates a parameter's name from a key of its optimizer state: no name has it.
-_SLASH = "/"
 _LAST_WRITTEN = ".metadata"  # by torch, once all else is there
-# What an optimizer's group has that other stages' processes have otherwise.
-_OF_THIS_PLAN = ("params", "param_names")
 
 
 def save(
@@ -57,35 +48,16 @@ def save(
     `extra` is the first one's. What stood there stays until the new one is whole. Raises
     WeightsError, alike on all.
     """
-    folder, ranks = Path(path), _begin(pipe, "checkpoint.save")
-    writing, before = beside(folder, "writing"), beside(folder, "before")
-    first = _is_first(ranks)
+    ranks = _begin(pipe, "checkpoint.save")
     problem: WeightsError | None = None
-
-    def make_room() -> None:
-        _refuse_other(folder)
-        for left in (writing, before) if folder.exists() else (writing,):
-            shutil.rmtree(left, ignore_errors=True)
-        writing.mkdir(parents=True)
-
-    def put_in_place() -> None:
-        _refuse_scattered(writing)
-        if folder.exists():
-            folder.rename(before)
-        writing.rename(folder)
-        shutil.rmtree(before, ignore_errors=True)
-
     with _telling(ranks):
         state: dict[str, Any] = {"model": dict(pipe.state_dict())}
         if optimizer is not None:
-            state["optimizer"] = _optimizer_state(pipe, optimizer)
-        if first:
+            state["optimizer"] = optimizer_state(pipe, optimizer)
+        if _is_first(ranks):
             state["extra"] = SimpleNamespace(value=extra)
-        what = f"{path} can't be written"
         try:
-            _agree(ranks, what, lambda: make_room() if first else None)
-            _together(ranks, what, partial(dcp_save, state, checkpoint_id=writing))
-            _agree(ranks, what, lambda: put_in_place() if first else None)
+            _write(Path(path), state, ranks)
         except WeightsError as error:  # all have it: none need be told
             problem = error
     if problem is not None:
@@ -94,7 +66,7 @@ def save(
 
 def exists(path: str | Path) -> bool:
     """Whether `load` would find a checkpoint at `path`, one that `save` has finished."""
-    return (_place(Path(path)) / _LAST_WRITTEN).is_file()
+    return (standing(Path(path)) / _LAST_WRITTEN).is_file()
 
 
 def load(path: str | Path, pipe: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -104,7 +76,7 @@ def load(path: str | Path, pipe: nn.Module, optimizer: torch.optim.Optimizer | N
     """
     ranks = _begin(pipe, "checkpoint.load")
     with _telling(ranks):
-        reader = FileSystemReader(_place(Path(path)))
+        reader = FileSystemReader(standing(Path(path)))
         try:
             metadata = reader.read_metadata()
         except OSError as error:
@@ -113,12 +85,12 @@ def load(path: str | Path, pipe: nn.Module, optimizer: torch.optim.Optimizer | N
         _check(metadata, model, str(path))
         wanted: dict[str, Any] = {"model": model, "extra": None}
         if optimizer is not None:
-            wanted["optimizer"] = _templates(metadata, pipe, optimizer, str(path))
+            wanted["optimizer"] = state_to_load(metadata, pipe, optimizer, str(path))
         loader = partial(dcp_load, wanted, storage_reader=reader)
         _together(ranks, f"{path} can't be read", loader)
         pipe.load_state_dict(wanted["model"])
         if optimizer is not None:
-            _give_state(pipe, optimizer, wanted["optimizer"])
+            give_state(pipe, optimizer, wanted["optimizer"])
     return wanted["extra"].value
 
 
@@ -142,6 +114,24 @@ def _is_first(ranks: Ranks | None) -> bool:
     return ranks is None or ranks.world_rank == 0
 
 
+def _write(path: Path, state: dict[str, Any], ranks: Ranks | None) -> None:
+    """Put a checkpoint in its place. Raises WeightsError, alike on all."""
+    what, filled = f"{path} can't be written", filled_for(path)
+    with ExitStack() as placing:
+
+        def make_room() -> None:
+            _refuse_other(path)
+            placing.enter_context(whole_folder(path))
+
+        def put_in_place() -> None:
+            _refuse_scattered(filled)
+            placing.close()
+
+        _by_first(ranks, what, make_room)
+        _together(ranks, what, partial(dcp_save, state, checkpoint_id=filled))
+        _by_first(ranks, what, put_in_place)
+
+
 def _together(ranks: Ranks | None, what: str, run: Callable[..., object]) -> None:
     """Run a call of torch's that all ranks make. Raises WeightsError, alike on all."""
     failed: list[CheckpointException] = []
@@ -162,11 +152,12 @@ def _together(ranks: Ranks | None, what: str, run: Callable[..., object]) -> Non
         raise WeightsError(f"{what}: {failed[0]}") from failed[0]
 
 
-def _agree(ranks: Ranks | None, what: str, run: Callable[[], None]) -> None:
-    """Run it once all come here. Raises WeightsError, alike on all, if it fails on one."""
+def _by_first(ranks: Ranks | None, what: str, run: Callable[[], None]) -> None:
+    """Let the first rank run it. Raises WeightsError, alike on all, if that fails."""
     problem = None
     try:
-        run()
+        if _is_first(ranks):
+            run()
     except (OSError, WeightsError) as error:
         problem = str(error)
     problems = [problem] if ranks is None else ranks.gather_world(problem)
@@ -177,8 +168,7 @@ def _agree(ranks: Ranks | None, what: str, run: Callable[[], None]) -> None:
 
 def _refuse_other(folder: Path) -> None:
     """Raise WeightsError if something else than a checkpoint is there: it would be replaced."""
-    empty = folder.is_dir() and not any(folder.iterdir())
-    if folder.exists() and not empty and not exists(folder):
+    if not is_free(folder) and not exists(folder):
         raise WeightsError("what is there is no whole checkpoint: move it, or save elsewhere")
 
 
@@ -194,12 +184,6 @@ def _refuse_scattered(folder: Path) -> None:
         )
 
 
-def _place(folder: Path) -> Path:
-    """Where the checkpoint is: beside its place if a process died as it put a new one there."""
-    before = beside(folder, "before")
-    return before if before.exists() and not folder.exists() else folder
-
-
 def _check(metadata: Metadata, model: Mapping[str, Any], path: str) -> None:
     """Raise WeightsError unless each tensor of the model is there, with its shape."""
     sizes = {
@@ -211,77 +195,3 @@ def _check(metadata: Metadata, model: Mapping[str, Any], path: str) -> None:
     given = {name: size for name, size in sizes.items() if name in tensors}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     weights.check(shapes, given, given.__getitem__, True, path)
-
-
-def _names(pipe: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
-    """The original names of what the optimizer trains."""
-    names: dict[Tensor, str] = {tensor: name for name, tensor in pipe.named_parameters()}
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
-    if foreign:
-        raise WeightsError(
-            f"the optimizer trains a parameter of shape {list(foreign[0].shape)} that is none of "
-            "the pipeline's: save it with one over pipe.parameters()"
-        )
-    return names
-
-
-def _optimizer_state(pipe: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """By parameter and key, its state; by parameter, its group's settings."""
-    names = _names(pipe, optimizer)
-    found: dict[str, Any] = {}
-    for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key not in _OF_THIS_PLAN}
-        whole = SimpleNamespace(value=settings)  # a dict would be taken apart
-        for parameter in group["params"]:
-            name = names[parameter]
-            found[name] = whole
-            for key, value in optimizer.state.get(parameter, {}).items():
-                found[f"{name}{_SLASH}{key}"] = value
-    return found
-
-
-def _templates(
-    metadata: Metadata, pipe: nn.Module, optimizer: torch.optim.Optimizer, path: str
-) -> dict[str, Any]:
-    """What there is to load of the optimizer's own parameters."""
-    parameters = {name: parameter for parameter, name in _names(pipe, optimizer).items()}
-    found: dict[str, Any] = {}
-    for key, stored in metadata.state_dict_metadata.items():
-        own = key.removeprefix("optimizer.")
-        name, _, field = own.partition(_SLASH)
-        if own != key and name in parameters:
-            # A count of steps is no part of the parameter's, also where that has no dimensions.
-            beside = None if field == "step" else parameters[name]
-            found[own] = (
-                empty_beside(beside, stored.size, stored.properties.dtype)
-                if isinstance(stored, TensorStorageMetadata)
-                else None
-            )
-    trained = {_names(pipe, optimizer)[p] for g in optimizer.param_groups for p in g["params"]}
-    missing = sorted(trained - found.keys())
-    if missing:
-        raise WeightsError(
-            f"{path} has no optimizer state of {len(missing)} parameters: {', '.join(missing[:8])}"
-        )
-    return found
-
-
-def _give_state(
-    pipe: nn.Module, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]
-) -> None:
-    """Hand it to the optimizer, as its own `state_dict` would have it."""
-    names = _names(pipe, optimizer)
-    by_name: dict[str, dict[str, Any]] = {}
-    for key, value in loaded.items():
-        name, slash, field = key.partition(_SLASH)
-        if slash:
-            by_name.setdefault(name, {})[field] = value
-    groups, states, place = [], {}, 0
-    for group in optimizer.param_groups:
-        own = [names[parameter] for parameter in group["params"]]
-        # A group of parameters that are all elsewhere keeps the settings that it has.
-        settings = loaded[own[0]].value if own else {}
-        groups.append({**group, **settings, "params": list(range(place, place + len(own)))})
-        states.update({place + k: by_name[name] for k, name in enumerate(own) if name in by_name})
-        place += len(own)
-    optimizer.load_state_dict({"state": states, "param_groups": groups})

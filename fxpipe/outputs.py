@@ -1,17 +1,12 @@
 """What is written stands at its place whole, or not at all."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from fxpipe.errors import InputError
-
-
-def beside(path: Path, what: str) -> Path:
-    """Where something is for a while that is to come to `path`, or stood there."""
-    path = path.absolute()  # `.` has no name
-    return path.with_name(f".{path.name}.{what}")
 
 
 def why_no_place(path: Path) -> str | None:
@@ -36,7 +31,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     """A file for the block to write, which then takes the place of `path`. Raises InputError."""
     check_file(path)
     # It ends as `path` does, which tells some writers what to write.
-    writing = path if _is_device(path) else beside(path.resolve(), f"writing{path.suffix}")
+    writing = path if _is_device(path) else _beside(path.resolve(), f"writing{path.suffix}")
     try:
         writing.parent.mkdir(parents=True, exist_ok=True)
         yield writing
@@ -47,6 +42,59 @@ def whole_file(path: Path) -> Iterator[Path]:
     finally:
         if writing != path:
             writing.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """The folder `filled_for(path)` for the block to fill, which then takes the place of `path`.
+
+    At all times `standing(path)` is the old one, or the new one, whole; what a process that was
+    killed left beside them is put back or removed. Raises OSError.
+    """
+    filled, before = filled_for(path), _before(path)
+    path = path.resolve()
+    _tidy(path)
+    try:
+        filled.mkdir(parents=True)
+        yield filled
+        if path.exists():
+            path.rename(before)
+        filled.rename(path)
+    finally:
+        _tidy(path)
+
+
+def filled_for(path: Path) -> Path:
+    """The folder that is filled before it takes the place of `path`."""
+    return _beside(path.resolve(), "writing")
+
+
+def standing(path: Path) -> Path:
+    """Where the folder `path` is: beside its place if a process died as it put a new one there."""
+    before = _before(path)
+    return before if before.exists() and is_free(path) else path
+
+
+def is_free(path: Path) -> bool:
+    """Whether nothing is there that would be lost: nothing at all, or an empty folder."""
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+
+
+def _before(path: Path) -> Path:
+    return _beside(path.resolve(), "before")
+
+
+def _tidy(path: Path) -> None:
+    """Put the old folder back if no new one has come to its place; remove all else beside."""
+    if standing(path) != path:
+        _before(path).rename(path)
+    for left in (filled_for(path), _before(path)):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _beside(path: Path, what: str) -> Path:
+    """Where something is for a while that is to come to `path`, or stood there."""
+    return path.with_name(f".{path.name}.{what}")
 
 
 def _is_device(path: Path) -> bool:

@@ -1,6 +1,5 @@
 """A compiled package in memory, and how it is written to disk."""
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from fxpipe.edits import refuse_loss, sealed
 from fxpipe.errors import PackageError
 from fxpipe.ir import Capture, Chain, PackageFiles, Plan, Profile, Wiring
-from fxpipe.outputs import beside
+from fxpipe.outputs import whole_folder
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.standalone import with_runtime
 from fxpipe.weights import refuse_valueless, write_weights
@@ -48,18 +47,9 @@ class Package:
         refuse_loss(path)
         if weights:
             refuse_valueless(self.manifest.model, self.capture.state.values())
-        writing, before = beside(path, "writing"), beside(path, "before")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _tidy(path, writing, before)
-            try:
-                writing.mkdir()
-                self._write_new(writing, weights, standalone)
-                if path.exists():
-                    path.rename(before)
-                writing.rename(path)
-            finally:
-                _tidy(path, writing, before)
+            with whole_folder(path) as folder:
+                self._write_new(folder, weights, standalone)
         except OSError as error:
             raise PackageError(f"{path} can't be written: {error.strerror or error}") from error
         return path
@@ -75,11 +65,3 @@ class Package:
             write_weights(folder / "weights", self.manifest, self.capture.state)
         plan = sealed(self.manifest, folder).to_json()
         (folder / "plan.json").write_text(plan, encoding="utf-8")
-
-
-def _tidy(path: Path, writing: Path, before: Path) -> None:
-    """Put the old package back if no new one has come to its place; remove all else beside."""
-    if before.exists() and not (path / "plan.json").exists():
-        before.rename(path)
-    for left in (writing, before):
-        shutil.rmtree(left, ignore_errors=True)

@@ -2,7 +2,8 @@
 
 Of one process after the other, each saving a version of its own, the k-th is killed before it
 touches the file system for the k-th time; until one is not. After each, what can be loaded is one
-version, whole: the last that was there before, or the one that was being saved.
+version, whole: the last that was there before, or the one that was being saved. First each finds
+what the one before it left; then, once more, what a save left that nobody disturbed.
 """
 
 import itertools
@@ -44,10 +45,18 @@ def main(package: Path, last: Path) -> None:
     for parameter in pipe.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    fill(pipe, 0)
-    checkpoint.save(last, pipe, optimizer, 0)
-    version = 0
+    for undisturbed in (False, True):
+        kill_each(pipe, optimizer, last, undisturbed)
+
+
+def kill_each(
+    pipe: nn.Module, optimizer: torch.optim.Optimizer, last: Path, undisturbed: bool
+) -> None:
     for k in itertools.count():
+        if k == 0 or undisturbed:
+            version = k
+            fill(pipe, version)
+            checkpoint.save(last, pipe, optimizer, version)
         pid = os.fork()
         if pid == 0:
             fill(pipe, k + 1)

@@ -62,17 +62,6 @@ def test_the_plain_model_loads_a_pipelines_and_the_other_way_round(tmp_path):
     assert torch.equal(pipe.state_dict()["mid.bias"], other.mid.bias)
 
 
-def test_an_optimizer_of_fewer_parameters_keeps_their_names(tmp_path):
-    _, pipe = toys.both(tmp_path, toys.CHAIN)
-    optimizer = torch.optim.AdamW(pipe.named_parameters(), 0.05)
-    fxpipe.checkpoint.save(tmp_path / "last", pipe, optimizer)
-    last = [(name, p) for name, p in pipe.named_parameters() if "last" in name]
-    fewer = torch.optim.AdamW(last, 1.0)
-    fxpipe.checkpoint.load(tmp_path / "last", pipe, fewer)
-    (group,) = fewer.param_groups
-    assert (group["lr"], group["param_names"]) == (0.05, [name for name, _ in last])
-
-
 def test_the_one_before_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
     _, pipe = toys.both(tmp_path, toys.CHAIN)
     path = tmp_path / "last"
@@ -118,7 +107,20 @@ def test_whenever_a_process_is_killed_one_version_is_there_whole(tmp_path):
         "os.rmdir .last.before",
     ):
         assert f"killed at {touched}" in moments
-    assert moments[-1] == "saved"
+    assert moments.count("saved") == 2
+
+
+def test_a_link_is_followed_and_a_folder_made_anew_hides_nothing(tmp_path):
+    model = nn.Linear(2, 2)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "last").symlink_to("disk")
+    for k in range(3):
+        fxpipe.checkpoint.save(tmp_path / "last", model, extra=k)
+        assert fxpipe.checkpoint.load(tmp_path / "disk", model) == k
+    # As if the process had died then, and its script had made the folder again.
+    (tmp_path / "disk").rename(tmp_path / ".disk.before")
+    (tmp_path / "disk").mkdir()
+    assert fxpipe.checkpoint.load(tmp_path / "last", model) == 2
 
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
@@ -144,10 +146,5 @@ def test_what_is_not_whole_or_does_not_fit_loads_nothing(tmp_path):
     assert not fxpipe.checkpoint.exists(tmp_path / "half")
     with pytest.raises(WeightsError, match="is no whole checkpoint"):
         fxpipe.checkpoint.load(tmp_path / "half", pipe)
-    with pytest.raises(WeightsError, match=r"no optimizer state of 8 parameters: body.stages.bias"):
-        fxpipe.checkpoint.load(path, pipe, adam(pipe))
     with pytest.raises(WeightsError, match=r"first\.weight: expected"):
         fxpipe.checkpoint.load(path, nn.ModuleDict({"first": nn.Linear(3, 7)}))
-    foreign = torch.optim.SGD([nn.Parameter(torch.ones(2))])
-    with pytest.raises(WeightsError, match=r"a parameter of shape \[2\]"):
-        fxpipe.checkpoint.save(path, pipe, foreign)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fxpipe.errors import InputError
-from fxpipe.outputs import whole_file
+from fxpipe.outputs import filled_for, standing, whole_file, whole_folder
 
 
 def test_a_file_comes_to_its_place_once_it_is_whole_and_folders_are_made(tmp_path):
@@ -56,3 +56,89 @@ def test_a_place_that_can_hold_no_file_is_refused(tmp_path):
         refused = pytest.raises(InputError, match=f"{path} can't be written: .*{why}")
         with refused, whole_file(path):
             raise AssertionError
+
+
+def fill(path: Path, text: str, error: BaseException | None = None) -> None:
+    with whole_folder(path) as folder:
+        (folder / "text").write_text(text)
+        if error is not None:
+            raise error
+
+
+def test_a_folder_comes_to_its_place_once_it_is_whole(tmp_path):
+    path = tmp_path / "new" / "out"
+    with whole_folder(path) as folder:
+        assert folder == filled_for(path)
+        (folder / "text").write_text("one")
+        assert not path.exists()
+    fill(path, "two")
+    assert (path / "text").read_text() == "two"
+    assert os.listdir(path.parent) == ["out"]
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+def test_the_folder_that_stood_there_stays_if_the_new_one_does_not_get_whole(error, tmp_path):
+    path = tmp_path / "out"
+    fill(path, "before")
+    with pytest.raises(type(error)):
+        fill(path, "half", error)
+    assert (path / "text").read_text() == "before"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+def test_the_old_folder_is_back_if_the_new_one_does_not_come_to_its_place(
+    error, tmp_path, monkeypatch
+):
+    rename, away = Path.rename, []
+
+    def fails_once_the_old_one_is_away(source: Path, target: Path) -> None:
+        if away:
+            raise away.pop()
+        away.append(error)
+        rename(source, target)
+
+    path = tmp_path / "out"
+    fill(path, "before")
+    monkeypatch.setattr(Path, "rename", fails_once_the_old_one_is_away)
+    with pytest.raises(type(error)):
+        fill(path, "new")
+    assert (path / "text").read_text() == "before"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("made_anew", [False, True])
+def test_what_a_killed_process_left_beside_is_found_and_put_back(made_anew, tmp_path):
+    path = tmp_path / "out"
+    fill(path, "before")
+    filled_for(path).mkdir()
+    path.rename(tmp_path / ".out.before")  # and there it was killed
+    if made_anew:
+        path.mkdir()  # as a training script does first
+    assert (standing(path) / "text").read_text() == "before"
+    with pytest.raises(OSError, match="full"):
+        fill(path, "half", OSError("disk full"))
+    assert standing(path) == path
+    assert (path / "text").read_text() == "before"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_the_old_folder_is_removed_if_a_process_was_killed_before_it_did(tmp_path):
+    path = tmp_path / "out"
+    fill(path, "new")
+    fill(tmp_path / ".out.before", "old")
+    assert standing(path) == path
+    fill(path, "newer")
+    assert (path / "text").read_text() == "newer"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_link_to_a_folder_is_followed(tmp_path):
+    (tmp_path / "disk").mkdir()
+    path = tmp_path / "last"
+    path.symlink_to("disk")
+    for text in ("one", "two"):
+        fill(path, text)
+        assert (path / "text").read_text() == text
+    assert path.is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["disk", "last"]

@@ -1,0 +1,98 @@
+"""An optimizer's state under its parameters' original names, as other plans can load it."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from fxpipe.errors import WeightsError
+from fxpipe.runtime.distributed.dtensors import empty_beside
+
+# What separates a parameter's name from a key of its state: no name has it.
+_SLASH = "/"
+# What an optimizer's group has that other stages' processes have otherwise.
+_OF_THIS_PLAN = ("params", "param_names")
+
+
+def optimizer_state(pipe: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """By parameter and key, its state; by parameter, its group's settings.
+
+    Raises WeightsError if it trains what is no parameter of `pipe`.
+    """
+    names = _names(pipe, optimizer)
+    found: dict[str, Any] = {}
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key not in _OF_THIS_PLAN}
+        whole = SimpleNamespace(value=settings)  # a dict would be taken apart
+        for parameter in group["params"]:
+            name = names[parameter]
+            found[name] = whole
+            for key, value in optimizer.state.get(parameter, {}).items():
+                found[f"{name}{_SLASH}{key}"] = value
+    return found
+
+
+def state_to_load(
+    metadata: Metadata, pipe: nn.Module, optimizer: torch.optim.Optimizer, path: str
+) -> dict[str, Any]:
+    """What a checkpoint has of the optimizer's own parameters, to be loaded into.
+
+    Raises WeightsError if it lacks the state of any.
+    """
+    names = _names(pipe, optimizer)
+    parameters = {name: parameter for parameter, name in names.items()}
+    found: dict[str, Any] = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        own = key.removeprefix("optimizer.")
+        name, _, field = own.partition(_SLASH)
+        if own != key and name in parameters:
+            # A count of steps is no part of the parameter's, also where that has no dimensions.
+            like = None if field == "step" else parameters[name]
+            found[own] = (
+                empty_beside(like, stored.size, stored.properties.dtype)
+                if isinstance(stored, TensorStorageMetadata)
+                else None
+            )
+    trained = {names[p] for g in optimizer.param_groups for p in g["params"]}
+    missing = sorted(trained - found.keys())
+    if missing:
+        raise WeightsError(
+            f"{path} has no optimizer state of {len(missing)} parameters: {', '.join(missing[:8])}"
+        )
+    return found
+
+
+def give_state(
+    pipe: nn.Module, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]
+) -> None:
+    """Hand what was loaded to the optimizer, as its own `state_dict` would have it."""
+    names = _names(pipe, optimizer)
+    by_name: dict[str, dict[str, Any]] = {}
+    for key, value in loaded.items():
+        name, slash, field = key.partition(_SLASH)
+        if slash:
+            by_name.setdefault(name, {})[field] = value
+    groups, states, place = [], {}, 0
+    for group in optimizer.param_groups:
+        own = [names[parameter] for parameter in group["params"]]
+        # A group of parameters that are all elsewhere keeps the settings that it has.
+        settings = loaded[own[0]].value if own else {}
+        groups.append({**group, **settings, "params": list(range(place, place + len(own)))})
+        states.update({place + k: by_name[name] for k, name in enumerate(own) if name in by_name})
+        place += len(own)
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _names(pipe: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
+    """The original names of parameters. Raises WeightsError if the optimizer trains others."""
+    names: dict[Tensor, str] = {tensor: name for name, tensor in pipe.named_parameters()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+    if foreign:
+        raise WeightsError(
+            f"the optimizer trains a parameter of shape {list(foreign[0].shape)} that is none of "
+            "the pipeline's: save it with one over pipe.parameters()"
+        )
+    return names
