@@ -15,6 +15,7 @@ import tempfile
 
 import torch
 from common import example, machine, peak_bytes, seconds, size
+from markdown_table import head, line
 from torch import Tensor
 
 import fxpipe
@@ -52,7 +53,7 @@ def main() -> None:
         f"{machine()}\nU-Net ({options.blocks}, {options.channels}), {options.image} x "
         f"{options.image}, batch {options.batch}, m={M}, except_last, on {options.devices}\n"
     )
-    print("| components | samples/s | of the first | memory of all |\n| --- | ---: | ---: | ---: |")
+    print(head(["components", "samples/s", "of the first", "memory of all"]))
     with tempfile.TemporaryDirectory() as folder:
         package = fxpipe.compile(
             model,
@@ -70,7 +71,7 @@ def main() -> None:
             target = torch.ones(options.batch, 1, *x.shape[2:], device=last_place)
             rate, held = measure(pipe, x.to(first_place), target, options.repeats)
             first = first or rate
-            print(f"| {name} | {rate:.1f} | {rate / first:.2f} | {size(held)} |")
+            print(line([name, f"{rate:.1f}", f"{rate / first:.2f}", size(held)]))
 
 
 def measure(pipe: fxpipe.Pipeline, x: Tensor, target: Tensor, repeats: int) -> tuple[float, int]:

@@ -21,7 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from compile_time import processor
+from common import processor
+from markdown_table import table
 
 HERE = Path(__file__).parent
 MODELS = {
@@ -63,7 +64,7 @@ def compiled(name: str) -> dict[str, Any]:
     }
 
 
-def table(measured: dict[str, dict[str, Any]]) -> str:
+def measured_table(measured: dict[str, dict[str, Any]]) -> str:
     headings = [
         "model",
         "ops",
@@ -75,9 +76,8 @@ def table(measured: dict[str, dict[str, Any]]) -> str:
         "peak memory",
         "lines",
     ]
-    lines = ["| " + " | ".join(headings) + " |", "| --- |" + " ---: |" * (len(headings) - 1)]
-    for name, found in measured.items():
-        cells = [
+    rows = [
+        [
             MODELS[name],
             f"{found['ops']:,}",
             f"{found['weights']:.1f} GiB",
@@ -88,8 +88,9 @@ def table(measured: dict[str, dict[str, Any]]) -> str:
             f"{found['peak']:.2f} GiB",
             f"{found['lines']:,}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        for name, found in measured.items()
+    ]
+    return table(headings, rows)
 
 
 def main() -> None:
@@ -111,7 +112,7 @@ def main() -> None:
         "Made by `python benchmarks/big_models.py --write`. Times by pass are of the clock; where "
         "the load is above the number of cores, processor time is what a quiet machine takes at "
         "most. Peak memory is of the process, its libraries included.\n\n"
-        f"{table(measured)}\n"
+        f"{measured_table(measured)}\n"
     )
     print(text)
     if options.write:

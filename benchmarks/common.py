@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from compile_time import processor
 from torch import nn
 
 import fxpipe
@@ -21,6 +20,15 @@ from fxpipe.ir import Profile
 
 HERE = Path(__file__).parent
 GIB = 2**30
+
+
+def processor() -> str:
+    """The CPU by name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((x.partition(": ")[2] for x in lines if x.startswith("model name")), "")
 
 
 def machine() -> str:

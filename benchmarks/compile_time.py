@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from common import processor
+from markdown_table import table
 
 import fxpipe
 from fxpipe import target
@@ -42,21 +44,17 @@ def seconds(name: str) -> dict[str, float]:
     return {**package.timings, "all": time.perf_counter() - started}
 
 
-def table(measured: dict[str, dict[str, float]]) -> str:
-    names = list(next(iter(measured.values())))
-    lines = ["| model | " + " | ".join(names) + " |", "| --- |" + " ---: |" * len(names)]
-    for example, times in measured.items():
-        cells = [f"{times[name]:.2f} s ({times[name] / times['all']:.0%})" for name in names[:-1]]
-        lines.append(f"| {EXAMPLES[example]} | {' | '.join(cells)} | {times['all']:.1f} s |")
-    return "\n".join(lines)
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((x.partition(": ")[2] for x in lines if x.startswith("model name")), "")
+def time_table(measured: dict[str, dict[str, float]]) -> str:
+    *passes, all_of_them = next(iter(measured.values()))
+    rows = [
+        [
+            EXAMPLES[example],
+            *(f"{times[name]:.2f} s ({times[name] / times['all']:.0%})" for name in passes),
+            f"{times['all']:.1f} s",
+        ]
+        for example, times in measured.items()
+    ]
+    return table(["model", *passes, all_of_them], rows)
 
 
 def main() -> None:
@@ -69,7 +67,7 @@ def main() -> None:
         f"{torch.get_num_threads()} threads, Python {platform.python_version()}, {versions}. "
         f"{DEVICES} devices, batch {BATCH} in {MICROBATCHES} micro-batches.\n"
         "Made by `python benchmarks/compile_time.py --write`.\n\n"
-        f"{table({name: seconds(name) for name in EXAMPLES})}\n"
+        f"{time_table({name: seconds(name) for name in EXAMPLES})}\n"
     )
     print(text)
     if options.write:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from common import HERE, Compiling, example, machine, size
+from markdown_table import table
 from overhead import Scale
 from overhead import loss_fn as no_loss
 from torch import nn
@@ -233,11 +234,11 @@ class Prepared:
 def peak_table(measured: dict[Workload, Measured]) -> str:
     names = list(next(iter(measured.values())).peaks)
     heads = ["h, layers, batch, sequence, m", *names]
-    lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * len(names)]
-    for work, found in measured.items():
-        cells = [", ".join(map(str, work)), *(size(found.peaks[name]) for name in names)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    rows = [
+        [", ".join(map(str, work)), *(size(found.peaks[name]) for name in names)]
+        for work, found in measured.items()
+    ]
+    return table(heads, rows)
 
 
 def prediction_table(
@@ -245,13 +246,12 @@ def prediction_table(
 ) -> str:
     """What plan.json says of each step, and the measured median."""
     names = list(next(iter(predicted.values())))
-    lines = [f"| h, layers, batch, sequence, m | {' | '.join(names)} |"]
-    lines.append("| --- |" + " ---: |" * len(names))
+    rows = []
     for work, found in measured.items():
         pairs = [(predicted[work][name], statistics.median(found.times[name])) for name in names]
         cells = [f"{ms:.0f} / {really_ms:.0f}" for ms, really_ms in pairs]
-        lines.append(f"| {', '.join(map(str, work))} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([", ".join(map(str, work)), *cells])
+    return table(["h, layers, batch, sequence, m", *names], rows)
 
 
 def empty_actions(m: int, rounds: int) -> str:
@@ -273,7 +273,8 @@ def skips() -> str:
     pieces = zip(x.split(1), target.split(1), strict=True)
     for piece, wanted in pieces:
         (example("unet").loss(model(piece), wanted) / len(x)).backward()
-    lines = ["| U-Net | fxpipe | torch.distributed.pipelining |", "| --- | --- | --- |"]
+    titles = ["U-Net", "fxpipe", "torch.distributed.pipelining"]
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         gradients = Path(folder) / "gradients"
         torch.save({name: p.grad for name, p in model.named_parameters()}, gradients)
@@ -286,8 +287,8 @@ def skips() -> str:
             away = max(peer.ask("skipping", out, gradients))
             peer.close()
             error = Peer(Both).first("skipping_theirs", theirs)
-            lines.append(f"| {schedule} | runs, gradients within {away:.0e} | {error} |")
-    return "\n".join(lines)
+            rows.append([schedule, f"runs, gradients within {away:.0e}", error])
+    return table(titles, rows, text=titles)
 
 
 def compiled_tables(measured: dict[Workload, Measured]) -> str:

@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 import torch
 import transformer
 from common import GIB, example, machine, seconds
+from markdown_table import head, line
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -209,9 +210,16 @@ def row(work: Work, measured: dict[str, tuple[float, float]]) -> str:
     cells = {name: f"{r:.1f}/s ({gib:.1f} GiB)" for name, (r, gib) in measured.items()}
     ours = measured["fxpipe"][0]
     ratio = f"{ours / measured['torchgpipe'][0]:.2f}" if "torchgpipe" in measured else ""
-    return (
-        f"| {work.row} | {cells['plain']} | {cells.get('torchgpipe', 'not installed')} "
-        f"| {cells['fxpipe']} | {cells['predicted']} | {ratio} | {work.goal}/s |"
+    return line(
+        [
+            work.row,
+            cells["plain"],
+            cells.get("torchgpipe", "not installed"),
+            cells["fxpipe"],
+            cells["predicted"],
+            ratio,
+            f"{work.goal}/s",
+        ]
     )
 
 
@@ -239,8 +247,7 @@ def main() -> None:
         "torchgpipe takes; transformers run as one CUDA graph. Made by",
         f"`python benchmarks/gpu.py --write --turns {options.turns} --steps {options.steps} "
         f"--time-limit {options.time_limit:g}`.\n",
-        "| work | plain | torchgpipe | fxpipe | as predicted | ratio | goal |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        head(["work", "plain", "torchgpipe", "fxpipe", "as predicted", "ratio", "goal"]),
     ]
     print("\n".join(lines))
     profiles: dict[str, Profile] = {}

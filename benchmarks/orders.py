@@ -13,6 +13,7 @@ import argparse
 import time
 
 from common import machine
+from markdown_table import table
 
 from fxpipe.ir import Link, Network
 from fxpipe.passes import order
@@ -39,32 +40,30 @@ FREE = Network(Link(latency_ms=0.0, bytes_per_ms=float("inf")))
 PEER = [(0.059, 4), (0.068, 8), (0.035, 8)]
 
 
-def even(table: Schedule, loops: int) -> list[StageCost]:
+def even(schedule: Schedule, loops: int) -> list[StageCost]:
     part_ms = PART_MS / loops
     cost = StageCost(part_ms, 2 * part_ms, saved_bytes=BYTES // loops, weight_gradient_ms=part_ms)
-    return [cost] * table.n_stages
+    return [cost] * schedule.n_stages
 
 
 def bubbles() -> str:
-    head = " | ".join(f"p={p} m={m}" for p, m in SIZES)
-    lines = [f"| schedule | stages a device | {head} |", f"| --- {'| ---: ' * (len(SIZES) + 1)}|"]
+    rows = []
     for name, loops in SCHEDULES:
         cells = []
         for p, m in SIZES:
-            table = order.build(name, p, m, loops)
-            never = [[False] * m] * table.n_stages
-            found = simulate(table, even(table, loops), [], FREE, never)
+            schedule = order.build(name, p, m, loops)
+            never = [[False] * m] * schedule.n_stages
+            found = simulate(schedule, even(schedule, loops), [], FREE, never)
             cells.append(f"{found.bubble:.3f} / {max(found.peak_bytes) / BYTES:g}")
-        lines.append(f"| {name} | {loops} | {' | '.join(cells)} |")
-    peer = " | ".join(f"{bubble:.3f} / {peak}" for bubble, peak in PEER)
-    return "\n".join([*lines, f"| torch's interleaved ZB and ZBV | 2 | {peer} |"])
+        rows.append([name, loops, *cells])
+    peer = [f"{bubble:.3f} / {peak}" for bubble, peak in PEER]
+    rows.append(["torch's interleaved ZB and ZBV", 2, *peer])
+    return table(["schedule", "stages a device", *(f"p={p} m={m}" for p, m in SIZES)], rows)
 
 
 def optima(limit_s: float) -> str:
-    lines = [
-        "| p, m | from | its step, ms | CP-SAT's, ms | bound, ms | seconds |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
-    ]
+    titles = ["p, m", "from", "its step, ms", "CP-SAT's, ms", "bound, ms", "seconds"]
+    rows = []
     for p, m in SIZES:
         for name in ("1f1b", "zb-h1"):
             hint = order.build(name, p, m)
@@ -79,10 +78,10 @@ def optima(limit_s: float) -> str:
             started = time.perf_counter()
             found, bound_ms = solve(problem, hint=hint, seed=0, time_limit_s=limit_s)
             seconds = time.perf_counter() - started
-            steps = [problem.simulate(table).step_ms for table in (hint, found)]
-            cells = [f"{p}, {m}", name, *(f"{ms:.0f}" for ms in (*steps, bound_ms))]
-            lines.append(f"| {' | '.join(cells)} | {seconds:.1f} |")
-    return "\n".join(lines)
+            steps_ms = [problem.simulate(schedule).step_ms for schedule in (hint, found)]
+            cells = [f"{ms:.0f}" for ms in (*steps_ms, bound_ms)]
+            rows.append([f"{p}, {m}", name, *cells, f"{seconds:.1f}"])
+    return table(titles, rows, text=["from"])
 
 
 def main() -> None:

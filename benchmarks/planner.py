@@ -21,6 +21,7 @@ from typing import Any
 from common import machine
 from contestants import Result, best_named, best_of_modes, of_ours, of_pfeife, uniform
 from judge import Judge
+from markdown_table import table
 
 from fxpipe.chain_file import load_chain
 from fxpipe.passes.search.plan import usual_workers
@@ -85,7 +86,7 @@ def uniform_table(results: Results) -> str:
         bubble = 1 - 30 * m * loops / found["step_ms"]
         cells = [p, m, loops, goal, f"{found['step_ms']:.0f} ms", f"{bubble:.4f}"]
         lines.append([*cells, _gap(found), f"{found['seconds']:.1f} s"])
-    return _table("p, m, stages a device, goal, step, bubble, gap, time", lines)
+    return table(["p", "m", "stages a device", "goal", "step", "bubble", "gap", "time"], lines)
 
 
 def chains_table(results: Results, folder: Path, limit_s: float, names: list[str]) -> str:
@@ -114,7 +115,8 @@ def chains_table(results: Results, folder: Path, limit_s: float, names: list[str
         "which is named"
     )
     return (
-        f"{_table(heading, lines)}\n\nMedians: algorithm 1 takes {statistics.median(gains):.1%} "
+        f"{table(heading.split(', '), lines)}\n\n"
+        f"Medians: algorithm 1 takes {statistics.median(gains):.1%} "
         f"longer than ours, and {statistics.median(most):.1%} longer than the bound, which no plan "
         f"is under; our gap is {statistics.median(gaps):.1%}."
     )
@@ -135,7 +137,7 @@ def soon_table(results: Results, folder: Path) -> str:
         cells += [_gap(ours)]
         cells += [f"{_step(pfeife)} in {pfeife['seconds']:.0f} s" if pfeife else ""]
         lines.append(cells)
-    return _table("chain, p, m, allowed, took, step, gap, algorithm 1", lines)
+    return table(["chain", "p", "m", "allowed", "took", "step", "gap", "algorithm 1"], lines)
 
 
 # Schedule, devices, micro-batches, stages a device, goal.
@@ -157,7 +159,7 @@ def simulator_table(results: Results) -> str:
             seconds = found[f"{part}_s"]
             cells.append(f"{seconds:.1f} s" if seconds > 1 else f"{1e3 * seconds:.2f} ms")
         lines.append([*cells, f"{found['peak_bytes'] / 2**30:.2f} GiB"])
-    return _table(
+    return table(
         "schedule, p, m, actions, goal, making the table, simulating it, processor time of both, "
         "peak memory",
         lines,
@@ -197,7 +199,10 @@ def pressure_table(results: Results, folder: Path) -> str:
                 gain = "" if ours["over_bytes"] else f"{modes[0] / ours['step_ms'] - 1:+.1%}"
                 cells += [f"{modes[0]:.1f} ms", gain, modes[1]]
             lines.append(cells)
-    return _table("chain, p, m, memory, each device, ours, best of modes, faster, which", lines)
+    return table(
+        ["chain", "p", "m", "memory", "each device", "ours", "best of modes", "faster", "which"],
+        lines,
+    )
 
 
 def _answer(command: list[str]) -> Any:
@@ -220,12 +225,6 @@ def _both_fit(one: Result, other: Result) -> bool:
 
 def _gain(one: Result, ours: Result) -> float:
     return float(one["step_ms"] / ours["step_ms"] - 1)
-
-
-def _table(headings: str, lines: list[list[Any]]) -> str:
-    columns = headings.split(", ")
-    rows = [columns, ["---"] + ["---:"] * (len(columns) - 1), *lines]
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
 def main() -> None:

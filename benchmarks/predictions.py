@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import example, machine, size, synchronize
+from markdown_table import table
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -201,20 +202,16 @@ def row(name: str, case: Case, package: fxpipe.Package, memory: Any, times: Sequ
     )
 
 
-def table(rows: list[Row]) -> str:
+def case_table(cases: list[Row]) -> str:
     heads = "model, lanes, schedule, checkpoint, step predicted, measured, ratio"
     heads += ", peak predicted, measured, ratio of each device"
-    names = heads.split(", ")
-    lines = [
-        f"| {' | '.join(names)} |",
-        "| --- | ---: | --- | --- |" + " ---: |" * (len(names) - 4),
-    ]
-    for one in rows:
+    rows = []
+    for one in cases:
         cells = [one.name, *map(str, one.case), f"{one.predicted_ms:.1f}", f"{one.measured_ms:.1f}"]
         cells += [f"{one.ratio:.2f}", size(one.predicted_bytes)]
         cells += [size(one.measured_bytes), ", ".join(f"{ratio:.2f}" for ratio in one.peaks)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return table(heads.split(", "), rows, text=["schedule", "checkpoint"])
 
 
 def middle(rounds: Sequence[Row]) -> Row:
@@ -254,7 +251,7 @@ def main() -> None:
         for lanes in options.lanes or ((1, 4) if options.gpu else (1, 2)):
             rounds = [measure(name, cases(lanes), on, options.steps) for _ in range(n_rounds)]
             found = list(zip(*rounds, strict=True))
-            print(table([*map(middle, found)]), flush=True)
+            print(case_table([*map(middle, found)]), flush=True)
             measured += found
     where = "virtual devices of one GPU" if options.gpu else "CPU lanes"
     text = (
@@ -264,7 +261,7 @@ def main() -> None:
         f"{n_rounds} round{'s' * (n_rounds > 1)}, each with a profile of its own, the row shows "
         "the one in the middle by\nthe ratio of steps. Made by `python benchmarks/predictions.py "
         f"{'--gpu ' if options.gpu else ''}--write`.\n\n"
-        f"{summary(measured)}\n\n{table([*map(middle, measured)])}\n"
+        f"{summary(measured)}\n\n{case_table([*map(middle, measured)])}\n"
     )
     print(text)
     if options.write:

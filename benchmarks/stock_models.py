@@ -31,7 +31,8 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from compile_time import processor
+from common import processor
+from markdown_table import line, table
 from zoo import ZOO, Entry, library
 
 import fxpipe
@@ -174,10 +175,6 @@ def _send_row(name: str, sender: Connection) -> None:
     sender.send(try_model(ZOO[name]))
 
 
-def line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def rows_kept(table: Path) -> dict[str, list[str]]:
     """The cells of each row that was written to a file, by model."""
     lines = table.read_text().splitlines() if table.exists() else []
@@ -208,8 +205,8 @@ def versions() -> str:
 
 def report(rows: list[list[str]]) -> str:
     stages = [f"{n} stages, {schedule}" for n, schedule in SCHEDULES.items()]
-    heads = ["model", "library", "captured", *stages, "ops", "seconds"]
-    rule = "| --- | --- | --- |" + " --- |" * len(SCHEDULES) + " ---: | ---: | --- |"
+    text = ["library", "captured", *stages, "what failed"]
+    titles = ["model", *text[:-1], "ops", "seconds", "what failed"]
     return (
         f"# Coverage\n\n{summary(rows)}\n\n"
         f"{datetime.date.today()}, {processor()}, {os.cpu_count()} cores, "
@@ -217,8 +214,7 @@ def report(rows: list[list[str]]) -> str:
         f"Traced with a batch of {BATCH} in {MICROBATCHES} micro-batches, compared with one of "
         f"{OTHER_BATCH}. Seconds are of one capture and profile, two plans and two "
         "comparisons.\nMade by `python benchmarks/stock_models.py --write`.\n\n"
-        + "\n".join([line([*heads, "what failed"]), rule, *map(line, rows)])
-        + "\n"
+        + f"{table(titles, rows, text)}\n"
     )
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from common import GIB, example, lanes, machine, peak_bytes, seconds, size
+from markdown_table import head, line
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -137,14 +138,14 @@ def unet(blocks: int, channels: int, row: Row, options: Namespace) -> Measured |
     )
 
 
-def possible(rows: list[Row], options: Namespace) -> Iterator[tuple[Row, str]]:
+def possible(rows: list[Row], options: Namespace) -> Iterator[tuple[Row, list[object]]]:
     """The rows with their batches at the wanted size, and how they begin in the table."""
     for row in rows:
         scaled = row._replace(batch=max(row.m, row.batch // options.divide))
         name = "plain" if row.checkpoint == "never" else str(row.n)
-        begin = f"| {name} | {row.m} | {scaled.batch} |"
+        begin = [name, row.m, scaled.batch]
         if len(lanes(row.n, options.devices)) < row.n:
-            print(f"{begin} needs {row.n} GPUs | |")
+            print(line([*begin, f"needs {row.n} GPUs", ""]))
         else:
             yield scaled, begin
 
@@ -153,15 +154,15 @@ def speeds(
     rows: list[Row], run: Callable[[Row, Namespace], Measured | None], options: Namespace
 ) -> None:
     """A table of samples per second, and how many times the first row's they are."""
-    print("| n | m | batch | samples/s | speed-up |\n| --- | ---: | ---: | ---: | ---: |")
+    print(head(["n", "m", "batch", "samples/s", "speed-up"]))
     first = None
     for row, begin in possible(rows, options):
         measured = run(row, options)
         if measured is None:
-            print(f"{begin} does not fit | |")
+            print(line([*begin, "does not fit", ""]))
             continue
         first = first or measured.rate
-        print(f"{begin} {measured.rate:.2f} | {measured.rate / first:.2f} |")
+        print(line([*begin, f"{measured.rate:.2f}", f"{measured.rate / first:.2f}"]))
 
 
 def table_2(options: Namespace) -> None:
@@ -173,8 +174,7 @@ def table_2(options: Namespace) -> None:
 def table_3(options: Namespace) -> None:
     capacity = options.capacity * GIB
     print(f"\nTable 3: the largest U-Net with at most {size(capacity)} on each device\n")
-    print("| n | m | batch | B, C | parameters | peak of all |")
-    print("| --- | ---: | ---: | --- | ---: | ---: |")
+    print(head(["n", "m", "batch", "B, C", "parameters", "peak of all"], text=["B, C"]))
     sizes = {row: (blocks, channels) for row, blocks, channels in TABLE_3}
     for row, begin in possible(list(sizes), options):
         paper = next(of for known, of in sizes.items() if known[:2] == row[:2])
@@ -190,11 +190,11 @@ def table_3(options: Namespace) -> None:
                 break
             blocks = blocks + max(1, blocks // 2) if fits else blocks // 2
         if largest is None:
-            print(f"{begin} 1, {channels} does not fit | | |")
+            print(line([*begin, f"1, {channels} does not fit", "", ""]))
         else:
             blocks, measured = largest
-            end = f"{measured.parameters / 1e6:.2f}M | {size(sum(measured.peaks))} |"
-            print(f"{begin} {blocks}, {channels} | {end}")
+            end = [f"{measured.parameters / 1e6:.2f}M", size(sum(measured.peaks))]
+            print(line([*begin, f"{blocks}, {channels}", *end]))
 
 
 def table_4(options: Namespace) -> None:

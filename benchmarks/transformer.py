@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from markdown_table import table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -102,12 +103,12 @@ def tables(
 ) -> str:
     """Medians of what was measured, and the fastest: another's work only makes a step longer."""
     return (
-        f"Medians:\n\n{table(measured, theirs, goals, statistics.median)}\n\n"
-        f"The fastest of all turns:\n\n{table(measured, theirs, goals, min)}"
+        f"Medians:\n\n{time_table(measured, theirs, goals, statistics.median)}\n\n"
+        f"The fastest of all turns:\n\n{time_table(measured, theirs, goals, min)}"
     )
 
 
-def table(
+def time_table(
     measured: Times,
     theirs: Collection[str],
     goals: Mapping[Workload, Sequence[float]],
@@ -121,7 +122,7 @@ def table(
     ours = [name for name in names if name.startswith("fxpipe")]
     ratios = [f"{name} / best" for name in ours]
     heads = ["h, layers, batch, sequence, m", "limit", *names, *ratios, "goals"]
-    lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1)]
+    rows = []
     for work, turns in measured.items():
         times = {name: statistic(found) for name, found in turns.items()}
         best = min(times[name] for name in theirs)
@@ -129,5 +130,5 @@ def table(
         cells = [", ".join(map(str, work)), f"{limit:.0f}"]
         cells += [f"{times[name]:.0f}" for name in names]
         cells += [f"{times[name] / best:.2f}" for name in ours]
-        lines.append(f"| {' | '.join([*cells, ', '.join(map(str, goals[work]))])} |")
-    return "\n".join(lines)
+        rows.append([*cells, ", ".join(map(str, goals[work]))])
+    return table(heads, rows)

@@ -23,7 +23,8 @@ from unittest import mock
 
 import torch
 from common import machine
-from stock_models import line, rows_kept, target_of
+from markdown_table import line, table
+from stock_models import rows_kept, target_of
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from zoo import ZOO
@@ -141,14 +142,11 @@ def summary(rows: list[list[str]]) -> str:
 
 def report(rows: list[list[str]]) -> str:
     heads = ["model", *(f"{case.schedule}, {case.checkpoint}" for case in CASES)]
-    table = [line(heads), "| --- |" + " ---: |" * len(CASES), *map(line, rows)]
     return (
         f"# Predicted by measured peaks of stock models\n\n{machine()}.\n"
         f"Batch {BATCH} in {MICROBATCHES} micro-batches on {LANES} CPU lanes; the second step. "
         "Each cell has the ratio of the fullest lane, and the lowest of all lanes.\nMade by "
-        f"`python benchmarks/zoo_peaks.py --write`.\n\n{summary(rows)}\n\n"
-        + "\n".join(table)
-        + "\n"
+        f"`python benchmarks/zoo_peaks.py --write`.\n\n{summary(rows)}\n\n{table(heads, rows)}\n"
     )
 
 
