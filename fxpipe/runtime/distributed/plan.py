@@ -3,18 +3,13 @@
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+from fxpipe.runtime.distributed.check_messages import check_messages
 from fxpipe.runtime.distributed.gathers import with_gathers
 from fxpipe.runtime.distributed.meeting import Given
-from fxpipe.runtime.distributed.messages import (
-    Message,
-    Row,
-    Send,
-    check_messages,
-    first_of,
-    rank_rows,
-)
+from fxpipe.runtime.distributed.messages import Message, Row, Send, first_of
 from fxpipe.runtime.distributed.posting import with_posts
 from fxpipe.runtime.distributed.reductions import reduction_order, with_reductions
+from fxpipe.runtime.distributed.routes import rank_rows
 from fxpipe.runtime.manifest import UNKNOWN, Manifest, TensorSpec
 from fxpipe.runtime.portal import CALLER, Wire, Wires
 from fxpipe.runtime.room import held_during

@@ -6,6 +6,7 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.passes import order
+from fxpipe.runtime.distributed.check_messages import check_messages
 from fxpipe.runtime.distributed.gathers import with_gathers
 from fxpipe.runtime.distributed.messages import (
     Free,
@@ -16,11 +17,10 @@ from fxpipe.runtime.distributed.messages import (
     Reduce,
     Row,
     Send,
-    check_messages,
     first_of,
-    rank_rows,
 )
 from fxpipe.runtime.distributed.reductions import reduction_order, with_reductions
+from fxpipe.runtime.distributed.routes import rank_rows
 from fxpipe.runtime.portal import CALLER, Wire, Wires
 from fxpipe.schedule import Action, Schedule
 

@@ -4,16 +4,9 @@ import pytest
 from wirings import wires_of
 
 from fxpipe.passes import order
-from fxpipe.runtime.distributed.messages import (
-    Free,
-    Message,
-    Post,
-    Receive,
-    Row,
-    arrivals,
-    rank_rows,
-)
+from fxpipe.runtime.distributed.messages import Free, Message, Post, Receive, Row, arrivals
 from fxpipe.runtime.distributed.posting import with_posts
+from fxpipe.runtime.distributed.routes import rank_rows
 from fxpipe.schedule import Action, Kind, Schedule
 
 SAVED, MESSAGE = 10, 1  # bytes that a stage saves of a micro-batch, and that each message has
