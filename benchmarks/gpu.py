@@ -30,7 +30,8 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.ir import Profile
-from fxpipe.runtime.stream import current_stream, parse_devices
+from fxpipe.runtime.device_names import parse_devices
+from fxpipe.runtime.stream import current_stream
 
 HERE = Path(__file__).parent
 DEVICES = "cuda:0/4"

@@ -27,9 +27,10 @@ from fxpipe.passes.portals import wire
 from fxpipe.passes.search.named import candidate
 from fxpipe.passes.search.plan import TIME_LIMIT_S
 from fxpipe.question import Question, planned, weighed_against
+from fxpipe.runtime.device_names import parse_devices
 from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.manifest import CandidateSpec, OptimizerSpec
-from fxpipe.runtime.stream import Devices, parse_devices
+from fxpipe.runtime.stream import Devices
 from fxpipe.schedule import Schedule
 from fxpipe.schedule_check import check
 from fxpipe.settings import (

@@ -11,7 +11,8 @@ from fxpipe.costs.criterion import Criterion, Loss
 from fxpipe.ir import Capture, Profile
 from fxpipe.passes.analytic import analytic
 from fxpipe.passes.profile import profile as profile_ops
-from fxpipe.runtime.stream import Device, Devices, parse_devices
+from fxpipe.runtime.device_names import parse_devices
+from fxpipe.runtime.stream import Device, Devices
 from fxpipe.settings import check_blocks, check_costs, check_profile
 
 

@@ -17,7 +17,7 @@ from fxpipe.passes.linearize import linearize
 from fxpipe.passes.partition_costs import edges_of
 from fxpipe.passes.search.plan import chain_loops
 from fxpipe.question import Question, planned
-from fxpipe.runtime.stream import parse_devices
+from fxpipe.runtime.device_names import parse_devices
 from fxpipe.schedule import Schedule
 from fxpipe.settings import table_of, usual_microbatches
 from fxpipe.show.progress import Progress

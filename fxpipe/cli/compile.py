@@ -148,7 +148,7 @@ def compile_command(
         from fxpipe.costs.profile_file import save_profile as write_profile
         from fxpipe.edits import Edits, refuse_loss
         from fxpipe.outputs import check_file
-        from fxpipe.runtime.stream import parse_devices
+        from fxpipe.runtime.device_names import parse_devices
         from fxpipe.schedule import Schedule
         from fxpipe.settings import usual_microbatches
         from fxpipe.show.compiling import choice_text, part_text, passes_text

@@ -35,7 +35,7 @@ def profile_command(
         from fxpipe.costs.devices import device_named
         from fxpipe.costs.profile_file import save_profile
         from fxpipe.outputs import check_file
-        from fxpipe.runtime.stream import parse_devices
+        from fxpipe.runtime.device_names import parse_devices
         from fxpipe.settings import usual_microbatches
         from fxpipe.show import profile as report_profile
         from fxpipe.show.progress import Progress

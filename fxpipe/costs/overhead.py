@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.runtime import Pipeline
+from fxpipe.runtime.device_names import parse_devices
 from fxpipe.runtime.manifest import (
     FORMAT,
     EstimateSpec,
@@ -19,7 +20,6 @@ from fxpipe.runtime.manifest import (
     TensorSpec,
 )
 from fxpipe.runtime.stage import Stage
-from fxpipe.runtime.stream import parse_devices
 from fxpipe.runtime.structure import describe
 from fxpipe.schedule import Action, Kind, Schedule
 

@@ -8,10 +8,11 @@ import torch
 
 from fxpipe.errors import DeviceError, InputError
 from fxpipe.runtime.components import Components
+from fxpipe.runtime.device_names import parse_devices
 from fxpipe.runtime.files import read_files, read_plan
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.pipeline import Pipeline
-from fxpipe.runtime.stream import Device, Devices, parse_devices
+from fxpipe.runtime.stream import Device, Devices
 
 
 def load(

@@ -9,7 +9,7 @@ import torch
 from fxpipe.capture import capture
 from fxpipe.costs.stopwatch import StopWatch
 from fxpipe.passes.profile import profile
-from fxpipe.runtime.stream import parse_devices
+from fxpipe.runtime.device_names import parse_devices
 
 pytestmark = [
     pytest.mark.cuda,

@@ -3,7 +3,7 @@
 import math
 
 from fxpipe.costs.links import measure_network
-from fxpipe.runtime.stream import parse_devices
+from fxpipe.runtime.device_names import parse_devices
 
 
 def test_cpu_lanes_hand_over_without_a_copy():

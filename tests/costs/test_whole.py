@@ -10,7 +10,7 @@ import torch
 
 from fxpipe.capture import capture
 from fxpipe.costs.whole import whole_ms
-from fxpipe.runtime.stream import parse_devices
+from fxpipe.runtime.device_names import parse_devices
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu*3"])

@@ -17,7 +17,7 @@ from fxpipe.ops.interpret import run_graph
 from fxpipe.passes.linearize import linearize
 from fxpipe.passes.profile import _scaled, profile
 from fxpipe.runtime import whole_backward
-from fxpipe.runtime.stream import parse_devices
+from fxpipe.runtime.device_names import parse_devices
 
 
 def measured(model, x, m=2):

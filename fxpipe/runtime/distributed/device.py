@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import DeviceError
+from fxpipe.runtime.device_names import parse_devices
 from fxpipe.runtime.manifest import Manifest
-from fxpipe.runtime.stream import Devices, parse_devices
+from fxpipe.runtime.stream import Devices
 
 
 def device_of(manifest: Manifest, devices: Devices | None, rank: int) -> torch.device:
