@@ -15,7 +15,7 @@ from fxpipe.codegen.emit import emit
 from fxpipe.costing import priced
 from fxpipe.costs.capacity import capacities
 from fxpipe.costs.criterion import Loss
-from fxpipe.costs.meter import check_rows
+from fxpipe.costs.first_microbatch import check_rows
 from fxpipe.costs.optimizer import Optimizer, optimizer_of
 from fxpipe.costs.topology import network_of
 from fxpipe.errors import CaptureError, PlanError

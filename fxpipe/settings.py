@@ -7,7 +7,7 @@ from fxpipe.errors import InputError, PlanError
 from fxpipe.ir import Capture, CheckpointMode, Profile
 from fxpipe.memory import lacks_memory
 from fxpipe.ops.interpret import by_mode
-from fxpipe.passes.linearize import blocks_of
+from fxpipe.passes.linearize_blocks import blocks_of
 from fxpipe.passes.order import NAMES as SCHEDULES
 from fxpipe.passes.order import build as build_schedule
 from fxpipe.passes.order import given as given_schedule

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fxpipe.costs.criterion import Criterion
 from fxpipe.costs.devices import device_named
-from fxpipe.costs.meter import Meter, first_microbatch
+from fxpipe.costs.first_microbatch import first_microbatch
+from fxpipe.costs.meter import Meter
 from fxpipe.costs.roofline import Roofline
 from fxpipe.errors import InputError, StageError
 from fxpipe.ir import Capture, Network, Profile

@@ -1,166 +1,23 @@
-"""Linearization: the graph as a chain of blocks, and what crosses each place between them.
-
-A block is what no cut may divide: a value that is written in place and all that touches it before,
-a tuple and those who unpack it.
-"""
+"""Linearization: the graph as a chain of blocks, and what crosses each place between them."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-import networkx as nx
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from fxpipe.errors import CaptureError
 from fxpipe.ir import Block, Capture, Chain, OpCost, Profile, Value, own_storage
-from fxpipe.ops.interpret import DTYPE, HUNK, limit
 from fxpipe.ops.liveness import Needed, workspaces
+from fxpipe.passes.linearize_blocks import blocks_of, state_of_call
 
 
 def linearize(capture: Capture, profile: Profile) -> Chain:
-    """The blocks of ops with their costs, and the values that go between them."""
-    return _chain(capture, profile, blocks_of(capture))
-
-
-def blocks_of(capture: Capture) -> list[list[str]]:
-    """Ops grouped into blocks, ordered as near to the program as their needs allow.
+    """The blocks of ops with their costs, and the values that go between them.
 
     Raises CaptureError if the model has no ops to place.
     """
-    if not capture.ops:
-        raise CaptureError(f"{capture.model_name}.forward computes nothing that could be pipelined")
-    groups = [sorted(group) for group in _inseparable(capture).to_sets()]
-    place = {name: k for k, name in enumerate(capture.ops)}
-    return _ordered(_needs(capture), groups, place)
-
-
-def _needs(capture: Capture) -> "nx.DiGraph[str]":
-    """Ops as nodes, with an edge where one must come before another.
-
-    Edges are values, the order of reads and writes of one storage, and of random numbers.
-    """
-    graph: nx.DiGraph[str] = nx.DiGraph()
-    graph.add_nodes_from(capture.ops)
-    for node in _nodes(capture):
-        for used in node.all_input_nodes:
-            if used.name in capture.ops:
-                graph.add_edge(used.name, node.name)
-    for touching in _touching(capture).values():
-        for earlier, later in pairwise(touching):
-            graph.add_edge(earlier, later)
-    random = [name for name, op in capture.ops.items() if op.random]
-    graph.add_edges_from(pairwise(random))
-    return graph
-
-
-def _nodes(capture: Capture) -> list[fx.Node]:
-    return [node for node in capture.graph.nodes if node.name in capture.ops]
-
-
-def _touching(capture: Capture) -> dict[str, list[str]]:
-    """For each storage that some op writes: the ops that read or write it, in program order."""
-    written = {storage for op in capture.ops.values() for storage in op.mutates}
-    touching: dict[str, list[str]] = {storage: [] for storage in written}
-    for node in _nodes(capture):
-        op = capture.ops[node.name]
-        storages = {op.storage, *op.mutates, *(_storage(capture, n) for n in node.all_input_nodes)}
-        if node.op == "call_module":
-            storages.update(map(own_storage, _state_of_call(capture, node)))
-        for storage in storages & written:
-            touching[storage].append(node.name)
-    return touching
-
-
-def _storage(capture: Capture, node: fx.Node) -> str:
-    if node.op == "get_attr":
-        return own_storage(capture.first_name(str(node.target)))
-    return capture.ops[node.name].storage if node.name in capture.ops else node.name
-
-
-def _state_of_call(capture: Capture, node: fx.Node) -> Iterable[str]:
-    """First names of the parameters and buffers of the module that `node` calls."""
-    module = capture.modules[str(node.target)]
-    for name in [*dict(module.named_parameters()), *dict(module.named_buffers())]:
-        yield capture.first_name(f"{node.target}.{name}")
-
-
-def _inseparable(capture: Capture) -> "nx.utils.UnionFind[str]":
-    together: nx.utils.UnionFind[str] = nx.utils.UnionFind(capture.ops)
-    for node in _nodes(capture):
-        if not isinstance(node.meta.get("val"), Tensor):
-            together.union(node.name, *(u.name for u in node.users if u.name in capture.ops))
-    for storage, touching in _touching(capture).items():
-        if storage in capture.ops:  # once written for the last time, anyone may read it
-            writes = [k for k, name in enumerate(touching) if storage in capture.ops[name].mutates]
-            touching = touching[: writes[-1] + 1]
-        together.union(*touching)
-    for maker, reader in _made_of_nothing(capture):
-        together.union(maker, reader)
-    for asker, reader in _without_dtype(capture):
-        together.union(asker, reader)
-    hunks: dict[int, list[str]] = {}
-    for node in _nodes(capture):
-        if HUNK in node.meta:
-            hunks.setdefault(node.meta[HUNK], []).append(node.name)
-    for names in hunks.values():
-        together.union(*names)
-    return together
-
-
-def _made_of_nothing(capture: Capture) -> Iterable[tuple[str, str]]:
-    """Ops such as `torch.zeros` that read no value, each with its first reader.
-
-    There is no use in sending on what the reader's stage can make by itself.
-    """
-    written = {storage for op in capture.ops.values() for storage in op.mutates}
-    for node in _nodes(capture):
-        op = capture.ops[node.name]
-        reads = [used for used in node.all_input_nodes if used.name not in capture.literals]
-        readers = [user for user in node.users if user.name in capture.ops]
-        if readers and not reads and not op.random and op.storage not in written:
-            yield node.name, min(readers).name
-
-
-def _without_dtype(capture: Capture) -> Iterable[tuple[str, str]]:
-    """Ops that ask for the model's dtype but read nothing that has it, each with its first reader.
-
-    So every stage that asks holds a parameter or takes a value that tells.
-    """
-    unknown: set[str] = set()
-    fixed = capture.fixed
-    for node in _nodes(capture):
-        reads = [used for used in node.all_input_nodes if used.name not in unknown]
-        asked = any(used.target in (DTYPE, limit) for used in reads)
-        asks = asked or len(reads) < len(node.all_input_nodes)
-        values = [used.meta.get("val") for used in reads if used.name not in fixed]
-        tells = any(isinstance(value, Tensor) and value.dtype == capture.dtype for value in values)
-        readers = [user for user in node.users if user.name in capture.ops]
-        if asks and not tells and node.op != "call_module":
-            unknown.add(node.name)
-            if readers:
-                yield node.name, min(readers).name
-
-
-def _ordered(
-    needs: "nx.DiGraph[str]", groups: Sequence[Sequence[str]], place: Mapping[str, int]
-) -> list[list[str]]:
-    """Groups in an order that respects all needs; those that need each other become one."""
-    group_of = {name: k for k, group in enumerate(groups) for name in group}
-    between: nx.DiGraph[int] = nx.DiGraph()
-    between.add_nodes_from(range(len(groups)))
-    between.add_edges_from((group_of[a], group_of[b]) for a, b in needs.edges)
-    merged: nx.DiGraph[int] = nx.condensation(between)
-    merged.remove_edges_from(list(nx.selfloop_edges(merged)))
-    blocks = {
-        k: sorted((name for g in members for name in groups[int(g)]), key=place.__getitem__)
-        for k, members in merged.nodes(data="members")
-    }
-    order = nx.lexicographical_topological_sort(merged, key=lambda k: place[blocks[k][0]])
-    return [blocks[k] for k in order]
-
-
-def _chain(capture: Capture, profile: Profile, blocks: Sequence[Sequence[str]]) -> Chain:
+    blocks = blocks_of(capture)
     nodes = {node.name: node for node in capture.graph.nodes}
     block_of = {name: k for k, block in enumerate(blocks) for name in block}
     block_of.update((given.name, -1) for given in capture.inputs)
@@ -276,7 +133,7 @@ def _state(capture: Capture, node: fx.Node) -> tuple[dict[str, int], dict[str, i
     read = [used for used in node.all_input_nodes if used.op == "get_attr"]
     names = [capture.first_name(str(used.target)) for used in read]
     if node.op == "call_module":
-        names += _state_of_call(capture, node)
+        names += state_of_call(capture, node)
     state = {name: capture.state[name] for name in names if name in capture.state}
     trained = {name for name, t in state.items() if isinstance(t, nn.Parameter) and t.requires_grad}
     return (

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.costs.criterion import Criterion
+from fxpipe.costs.first_microbatch import first_microbatch
 from fxpipe.costs.links import measure_network
-from fxpipe.costs.meter import Meter, first_microbatch
+from fxpipe.costs.meter import Meter
 from fxpipe.costs.op_backward import backward_ms
 from fxpipe.costs.overhead import action_ms
 from fxpipe.costs.stopwatch import StopWatch

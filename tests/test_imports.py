@@ -95,13 +95,15 @@ def test_imports_point_one_way(name, file):
 
 
 def passes_that_may_be_imported_by(name: str) -> tuple[str, ...]:
-    """Passes stand alone; only orders, partitioning, bounds and the search are families.
+    """Passes stand alone; only linearization, orders, partitioning, bounds and the search don't.
 
     All but bounds have a simulator, and partitioning and the search have orders to price; the
     search has plans by partitioning beside its own, and bounds.
     """
     simulator = tuple(other for other in KNOWN if other.startswith("fxpipe.passes.simulate"))
     orders = tuple(other for other in KNOWN if other.startswith("fxpipe.passes.order"))
+    if name.startswith("fxpipe.passes.linearize"):
+        return ("fxpipe.passes.linearize_blocks",)
     if name.startswith("fxpipe.passes.order"):
         return (*orders, *simulator)
     if name.startswith("fxpipe.passes.partition"):

@@ -4,8 +4,7 @@ Ops with the same signature are run once. Backward is timed by itself, not guess
 one ratio for all ops (Pfeife, ICML 2025, does the latter).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,45 +23,10 @@ from fxpipe.costs.op_backward import (
     without_gradient,
 )
 from fxpipe.costs.stopwatch import Clock
-from fxpipe.errors import InputError
 from fxpipe.ir import Capture, OpCost, own_storage
 from fxpipe.memory import storage_of
 from fxpipe.ops.interpret import Compute
 from fxpipe.runtime.split import written_anyway
-
-
-def check_rows(rows: int, n_microbatches: int) -> None:
-    """Raise InputError if there are more micro-batches than rows."""
-    if rows < n_microbatches:
-        raise InputError(
-            f"a batch of {rows} can't be cut into {n_microbatches} micro-batches: "
-            f"use at most {rows} or a larger batch"
-        )
-
-
-@contextmanager
-def first_microbatch(
-    capture: Capture, inputs: Sequence[Tensor], n_microbatches: int
-) -> Iterator[list[Tensor]]:
-    """The largest micro-batch of `inputs`. A model that fails on it, inside, is an InputError.
-
-    So are more micro-batches than rows.
-    """
-    batched = [given.batched for given in capture.inputs]
-    rows = len(inputs[batched.index(True)])
-    check_rows(rows, n_microbatches)
-    given = [
-        (tensor.tensor_split(n_microbatches)[0] if is_batched else tensor).detach()
-        for tensor, is_batched in zip(inputs, batched, strict=True)
-    ]
-    try:
-        yield given
-    except (RuntimeError, ValueError) as error:
-        raise InputError(
-            f"{capture.model_name} fails on a micro-batch of {rows // n_microbatches} rows, though "
-            f"not on the whole batch of {rows}: use fewer micro-batches or a larger batch\n"
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +211,7 @@ def _wants(tensors: Sequence[Tensor]) -> bool:
 
 
 def _given(node: fx.Node) -> list[tuple[fx.Node, bool]]:
-    """The tensors among the arguments, in the order of `_tensors` of their values.
+    """The tensors among the arguments, in the order of `tensors` of their values.
 
     Each as the node that computes it (or the tuple it is in) and whether it needs a gradient.
     """

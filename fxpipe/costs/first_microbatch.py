@@ -1,0 +1,43 @@
+"""The micro-batch whose costs are taken for those of each."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from fxpipe.errors import InputError
+from fxpipe.ir import Capture
+
+
+def check_rows(rows: int, n_microbatches: int) -> None:
+    """Raise InputError if there are more micro-batches than rows."""
+    if rows < n_microbatches:
+        raise InputError(
+            f"a batch of {rows} can't be cut into {n_microbatches} micro-batches: "
+            f"use at most {rows} or a larger batch"
+        )
+
+
+@contextmanager
+def first_microbatch(
+    capture: Capture, inputs: Sequence[Tensor], n_microbatches: int
+) -> Iterator[list[Tensor]]:
+    """The largest micro-batch of `inputs`. A model that fails on it, inside, is an InputError.
+
+    So are more micro-batches than rows.
+    """
+    batched = [given.batched for given in capture.inputs]
+    rows = len(inputs[batched.index(True)])
+    check_rows(rows, n_microbatches)
+    given = [
+        (tensor.tensor_split(n_microbatches)[0] if is_batched else tensor).detach()
+        for tensor, is_batched in zip(inputs, batched, strict=True)
+    ]
+    try:
+        yield given
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"{capture.model_name} fails on a micro-batch of {rows // n_microbatches} rows, though "
+            f"not on the whole batch of {rows}: use fewer micro-batches or a larger batch\n"
+            f"{type(error).__name__}: {error}"
+        ) from error
