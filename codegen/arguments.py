@@ -10,6 +10,7 @@ from torch import nn
 from fxpipe.codegen.names import base_name
 from fxpipe.codegen.parts import Part, Slot
 from fxpipe.codegen.wording import argument_words
+from fxpipe.ops.constants import same
 
 Column = tuple[Any, ...]
 
@@ -87,7 +88,7 @@ def _parameters(function: Any) -> list[str]:
 
 def _has(modules: Sequence[nn.Module], name: str, column: Column) -> bool:
     values = [vars(module).get(name) for module in modules]
-    return all(type(a) is type(b) and a == b for a, b in zip(values, column, strict=True))
+    return all(same(a, b) for a, b in zip(values, column, strict=True))
 
 
 def _told(slots: Sequence[Slot]) -> list[str]:

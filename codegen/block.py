@@ -14,6 +14,7 @@ from fxpipe.codegen.opening import open_part
 from fxpipe.codegen.parts import Facts, Opened, Part, Slot
 from fxpipe.codegen.scope import Scope
 from fxpipe.ir import Capture
+from fxpipe.ops.constants import same
 from fxpipe.ops.interpret import MODE
 from fxpipe.ops.regions import REGION
 from fxpipe.ops.specs import sizes_in, where_told
@@ -48,7 +49,7 @@ def varying(parts: Sequence[Part]) -> dict[Column, list[Slot]]:
     """The numbers that are not the same in all parts, and the first part's slots of each."""
     found: dict[Column, list[Slot]] = {}
     for column, slot in zip(_columns(parts), parts[0].slots, strict=True):
-        if not slot.is_value and any(not _same(value, column[0]) for value in column):
+        if not slot.is_value and any(not same(value, column[0]) for value in column):
             found.setdefault(column, []).append(slot)
     return found
 
@@ -121,10 +122,6 @@ def _modes(
 def _columns(parts: Sequence[Part]) -> list[Column]:
     """For each slot its contents in all parts."""
     return list(zip(*([slot.content for slot in part.slots] for part in parts), strict=True))
-
-
-def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and bool(a == b)
 
 
 def _common(specs: Iterable[TensorSpec | None]) -> TensorSpec | None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.ops.constants import same
+
 # Methods that take a shape as one tuple or as so many numbers.
 _OF_A_SHAPE = ("view", "reshape", "expand", "permute", "repeat", "tile")
 
@@ -54,12 +56,8 @@ def _without(given: Any, defaults: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in given.items()
-        if isinstance(value, fx.Node) or name not in defaults or not _equal(value, defaults[name])
+        if isinstance(value, fx.Node) or name not in defaults or not same(value, defaults[name])
     }
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and bool(a == b)
 
 
 @cache
@@ -74,5 +72,5 @@ def _schema_defaults(name: str) -> dict[str, Any]:
     return {
         argument: values[0]
         for argument, values in found.items()
-        if all(_equal(value, values[0]) for value in values)
+        if all(same(value, values[0]) for value in values)
     }

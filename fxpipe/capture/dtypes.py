@@ -39,7 +39,7 @@ def open_dtypes(
     """
     own = model_dtype(model)
     other = torch.float32 if own == torch.float64 else torch.float64
-    swaps: dict[Any, Any] = {_limit(own, name): _limit(other, name) for name in _LIMITS}
+    swaps: dict[Any, Any] = {limit(own, name): limit(other, name) for name in _LIMITS}
     swaps[own] = other
     if not any(_names(node, own, swaps) for node in ops_of(graph)):
         return False
@@ -83,10 +83,6 @@ def _constants(node: fx.Node) -> list[Any]:
     return [leaf if isinstance(leaf, float | torch.dtype) else None for leaf in leaves_of(node)]
 
 
-def _limit(dtype: torch.dtype, name: str) -> float:
-    return float(getattr(torch.finfo(dtype), name))
-
-
 def _open(
     graph: fx.Graph, node: fx.Node, theirs: Sequence[Any], own: torch.dtype, other: torch.dtype
 ) -> None:
@@ -100,7 +96,7 @@ def _open(
             return flags.attribute(DTYPE)
         if isinstance(leaf, float) and leaf != twin:
             for name in _LIMITS:
-                if (leaf, twin) == (_limit(own, name), _limit(other, name)):
+                if (leaf, twin) == (limit(own, name), limit(other, name)):
                     text = f"torch.finfo(dtype).{name}"
                     return flags.call(limit, (flags.attribute(DTYPE), name), text, node)
         return leaf

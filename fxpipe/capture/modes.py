@@ -17,6 +17,7 @@ from fxpipe.capture.dynamo import FlatModel
 from fxpipe.capture.edit import Flags, Trace, kind_of, leaves_of, ops_of
 from fxpipe.errors import FxpipeError
 from fxpipe.ir import Op
+from fxpipe.ops.constants import same
 from fxpipe.ops.interpret import DTYPE, HUNK, MODE, TRAINING, by_mode, model_dtype, when_training
 from fxpipe.runtime.leaves import in_mode, renumbered
 from fxpipe.runtime.structure import Structure
@@ -179,7 +180,7 @@ class _Merge:
         ours, theirs = leaves_of(node), leaves_of(twin)
         return len(ours) == len(theirs) and all(
             (isinstance(a, fx.Node) and (isinstance(b, fx.Node) or "text" in a.meta))
-            or (type(a) is type(b) and a == b)
+            or same(a, b)
             or (a is True and b is False)
             or (isinstance(a, float) and isinstance(b, float) and b == 0.0)
             for a, b in zip(ours, theirs, strict=True)

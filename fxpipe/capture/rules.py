@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 
 from fxpipe.capture.formals import noted_formals
+from fxpipe.ops.constants import same
 
 
 @contextmanager
@@ -121,7 +122,4 @@ def functions_as_ops() -> Iterator[None]:
 
 
 def _is(variable: Any, value: object) -> bool:
-    if not variable.is_python_constant():
-        return False
-    found = variable.as_python_constant()
-    return type(found) is type(value) and bool(found == value)
+    return variable.is_python_constant() and same(variable.as_python_constant(), value)

@@ -71,7 +71,7 @@ def package_json(manifest: Manifest, edits: Edits) -> dict[str, Any]:
 def package_table(manifest: Manifest, edits: Edits) -> RenderableType:
     """Stages, the values between them, the predicted step, and files that were edited."""
     facts = package_json(manifest, edits)
-    parts: list[RenderableType] = [_heading(manifest), _stages(manifest, facts["stages"])]
+    parts: list[RenderableType] = [_heading(manifest), _stages(facts["stages"])]
     if any(fact["segments"] for fact in facts["stages"]):
         parts.append("\n".join(_recomputed(facts["stages"])))
     if facts["values"]:
@@ -97,7 +97,7 @@ def _heading(manifest: Manifest) -> str:
     )
 
 
-def _stages(manifest: Manifest, facts: Sequence[dict[str, Any]]) -> Table:
+def _stages(facts: Sequence[dict[str, Any]]) -> Table:
     table = new_table(
         "stage", "device", "ops", "parameters", "", "forward", "backward", "peak memory"
     )

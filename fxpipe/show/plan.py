@@ -54,10 +54,9 @@ def plan_table(question: Question, found: Answer, others: Sequence[Answer]) -> R
     assert plan is not None
     headings = ("schedule", "stages", "step", "bubble", "peak", "gap", "solver", "seconds")
     table = new_table(*headings, left=("schedule", "solver"))
-    plans = [answer for answer in (found, *others) if answer.plan is not None]
-    for answer in sorted(plans, key=lambda one: one.plan.estimate.step_ms if one.plan else 0.0):
-        if answer.plan is not None:
-            table.add_row(*_line(answer, answer.plan))
+    planned = [(one, one.plan) for one in (found, *others) if one.plan is not None]
+    for answer, its_plan in sorted(planned, key=lambda pair: pair[1].estimate.step_ms):
+        table.add_row(*_line(answer, its_plan))
     parts: list[RenderableType] = [_heading(question), table]
     parts += [f"{other.schedule}: {escape(other.why_not)}" for other in others if not other.plan]
     parts.append(_best(question, plan))

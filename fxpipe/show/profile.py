@@ -3,11 +3,11 @@
 import math
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.markup import escape
 
 from fxpipe.ir import Link, Profile
-from fxpipe.show.table import new_table
+from fxpipe.show.table import new_table, spaced
 from fxpipe.show.texts import bytes_text, ms_text, plural
 
 _DEAREST = 8
@@ -59,16 +59,13 @@ def profile_table(profile: Profile) -> RenderableType:
         speed = link["gb_per_s"]
         told = "nothing is copied" if speed is None else f"{speed:.1f} GB/s"
         links.add_row(ends, f"{1e3 * link['latency_ms']:.1f} us", told)
-    return Group(
+    heading = (
         f"[bold]{escape(profile.device)}[/bold], {profile.origin}: {plural(facts['ops'], 'op')} on "
         f"{plural(facts['rows'], 'row')}, {ms_text(facts['forward_ms'])} forward and "
         f"{ms_text(facts['backward_ms'])} backward, {ms_text(facts['weight_gradient_ms'])} of it "
-        f"for weights; {bytes_text(facts['saved_bytes'])} are saved",
-        "",
-        ops,
-        "",
-        links,
+        f"for weights; {bytes_text(facts['saved_bytes'])} are saved"
     )
+    return spaced([heading, ops, links])
 
 
 def _link_json(link: Link) -> dict[str, float | None]:
