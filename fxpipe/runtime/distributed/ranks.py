@@ -7,7 +7,6 @@ only with its group. Meanwhile the caller looks, time and again, whether a rank 
 long it waits already.
 """
 
-import atexit
 import itertools
 import os
 import threading
@@ -25,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.tensor import DTensor
 
-from fxpipe.errors import InputError, StageError
+from fxpipe.errors import InputError
 from fxpipe.runtime import stream
 from fxpipe.runtime.distributed.agreement import refuse_differing, refuse_replicas
 from fxpipe.runtime.distributed.board import Board
@@ -35,7 +34,7 @@ from fxpipe.runtime.distributed.last_words import last_words
 from fxpipe.runtime.distributed.mesh import mesh_of
 from fxpipe.runtime.distributed.patience import LOOK_S, Patience, wait_checking
 from fxpipe.runtime.distributed.progress import Progress
-from fxpipe.runtime.distributed.rendezvous import backend, join
+from fxpipe.runtime.distributed.rendezvous import backend, meet
 from fxpipe.runtime.distributed.worker import Job, Trouble, Worker
 
 T = TypeVar("T")
@@ -49,25 +48,10 @@ class MistakenError(Exception):
     """A call that began as the last one did, which the others were not called like: begin anew."""
 
 
-def _meet(timeout_s: float) -> None:
-    try:
-        join(timedelta(seconds=timeout_s))
-    except dist.DistError as error:
-        raise StageError(
-            f"rank {os.environ['RANK']}: the {os.environ.get('WORLD_SIZE')} processes did not meet "
-            f"within {timeout_s:g} s: {str(error).partition(chr(10))[0]}"
-        ) from error
-
-
 def _destroy(groups: Sequence[Any]) -> None:
     if dist.is_initialized():
         for group in groups:
             dist.destroy_process_group(group)
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class Ranks:
@@ -86,17 +70,7 @@ class Ranks:
         """
         if not 0 < timeout_s <= _UNLIMITED.total_seconds():
             raise InputError(f"timeout_s is {timeout_s}: give seconds above 0, at most a year's")
-        if not dist.is_available():
-            raise InputError("this torch was built without torch.distributed")
-        if not dist.is_initialized():
-            if "RANK" not in os.environ:
-                raise InputError(
-                    "distributed=True is for a script that torchrun starts, one process per "
-                    "device: torchrun --nproc-per-node 2 script.py"
-                )
-            _meet(timeout_s)
-            # Else torch's own threads now and then abort the process as it ends.
-            atexit.register(_leave)
+        meet(timeout_s)
         self.world_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.progress = Progress()
         self._groups: list[Any] = []

@@ -6,6 +6,8 @@ count of starts is the same on all hosts. So the first rank makes up a name for 
 to each that asks, and all use the part of the store below that name.
 """
 
+import atexit
+import os
 import secrets
 import time
 from datetime import timedelta
@@ -15,17 +17,34 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from fxpipe.errors import InputError, StageError
+
 _LOOK_S = 0.02
 
 
-def join(timeout: timedelta) -> None:
-    """Set `torch.distributed` up as the environment says.
+def meet(timeout_s: float) -> None:
+    """Set `torch.distributed` up as torchrun's environment says, if nobody has.
 
-    Raises its DistError if the others don't come within `timeout`.
+    Raises InputError if there is no such environment, StageError if others don't come in time.
     """
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
-    store = apart(PrefixStore("fxpipe", store), rank, size, timeout)
-    dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=timeout)
+    if not dist.is_available():
+        raise InputError("this torch was built without torch.distributed")
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        raise InputError(
+            "distributed=True is for a script that torchrun starts, one process per "
+            "device: torchrun --nproc-per-node 2 script.py"
+        )
+    try:
+        _join(timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        raise StageError(
+            f"rank {os.environ['RANK']}: the {os.environ.get('WORLD_SIZE')} processes did not meet "
+            f"within {timeout_s:g} s: {str(error).partition(chr(10))[0]}"
+        ) from error
+    # Else torch's own threads now and then abort the process as it ends.
+    atexit.register(_leave)
 
 
 def backend() -> str:
@@ -46,6 +65,17 @@ def apart(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
     name = store.get(f"answer/{own}").decode()
     store.set(f"{name}/knows/{rank}", "")
     return PrefixStore(name, store)
+
+
+def _join(timeout: timedelta) -> None:
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    store = apart(PrefixStore("fxpipe", store), rank, size, timeout)
+    dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _receive(store: Store, name: str, size: int, timeout: timedelta) -> None:
