@@ -1,4 +1,4 @@
-"""Dynamo's whole-graph capture, behind one function, with its failures told in the user's words."""
+"""Dynamo's whole-graph capture, behind one function."""
 
 import inspect
 import logging
@@ -22,9 +22,9 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
+from fxpipe.capture.failures import PYTHON_DRAWS, frozen_batch, unsupported
 from fxpipe.capture.first_calls import Seen
 from fxpipe.capture.inputs import Form
-from fxpipe.capture.places import parse_stack, place_text, user_frame
 from fxpipe.capture.region import Region
 from fxpipe.capture.rules import functions_as_ops, more_rules
 from fxpipe.errors import CaptureError
@@ -132,13 +132,13 @@ def dynamo_graph(
             with functions_as_ops(), more_rules(), _transforms_undone(), symbols:
                 module = _dynamo_graph_capture_for_export(OneBatch())(*tensors)
     except ConstraintViolationError as error:
-        raise CaptureError(_frozen_batch(str(error), len(rows[0]))) from error
+        raise CaptureError(frozen_batch(str(error), len(rows[0]))) from error
     except (TorchDynamoException, GuardOnDataDependentSymNode, RuntimeError) as error:
-        raise CaptureError(_unsupported(error)) from error
+        raise CaptureError(unsupported(error)) from error
     except AssertionError as error:
         if "RandomValueSource" not in str(error):
             raise
-        raise CaptureError(_PYTHON_DRAWS) from error
+        raise CaptureError(PYTHON_DRAWS) from error
     return module.graph
 
 
@@ -229,52 +229,3 @@ def function_of(node: fx.Node) -> type[torch.autograd.Function] | None:
         return None
     found: type[torch.autograd.Function] = inspect.getclosurevars(target).nonlocals["fn_cls"]
     return found
-
-
-_PYTHON_DRAWS = (
-    "forward draws numbers from Python's random module, of which no stage can be made: draw them "
-    "with torch, as torch.rand(()), which a pipeline seeds for each micro-batch"
-)
-
-
-def _frozen_batch(message: str, batch: int) -> str:
-    place = place_text(user_frame(parse_stack(message)))
-    return (
-        f"forward works for one batch size only, {place}\n"
-        "A pipeline cuts the batch into micro-batches: write x.size(0) in place of the number.\n"
-        f"The batch is taken to be {batch}, dimension 0 of the first input with more than one row. "
-        "If that input has no batch, give it last, by name."
-    )
-
-
-def _unsupported(error: Exception) -> str:
-    frame = user_frame(getattr(error, "real_stack", None) or parse_stack(str(error)))
-    if "trace_autograd_ops" in str(error):  # of torch's settings, which hints would tell to change
-        return (
-            f"forward computes gradients itself, {place_text(frame)}\n"
-            "They go back through all that came before, of which a stage has but its part: let the "
-            "loss compute them, or a model around the pipeline."
-        )
-    _, _, operator = str(error).partition("unsupported operator: ")
-    if operator:
-        return (
-            f"torch can't trace the operator {operator.split()[0]} with an open batch, "
-            f"{place_text(frame)}\n"
-            "It can't tell the shape of the result: write it with operators that it can trace, in "
-            "a custom autograd.Function if its gradient is not theirs.\n"
-            "With --allow-graph-breaks the model's largest part without it is pipelined."
-        )
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reasons = [line for line in lines if line.startswith("Explanation:")] or lines[:1]
-    _, raised, exception = str(error).partition("context: raised exception ")
-    reasons += [f"Tracing it raised {exception.splitlines()[0]}"] if raised else []
-    hints = [line for line in lines if line.startswith("Hint:")]
-    return "\n".join(
-        [
-            f"the model can't be captured as one graph, {place_text(frame)}",
-            *reasons,
-            *hints[:2],
-            "A pipeline needs a forward whose path does not depend on the values of its tensors: "
-            "with --allow-graph-breaks it is made of the model's largest part that has one.",
-        ]
-    )
