@@ -11,8 +11,7 @@ from fxpipe.costs.criterion import Criterion, Loss
 from fxpipe.ir import Capture, Profile
 from fxpipe.passes.analytic import analytic
 from fxpipe.passes.profile import profile as profile_ops
-from fxpipe.runtime.device_names import parse_devices
-from fxpipe.runtime.stream import Device, Devices
+from fxpipe.runtime.stream import Device
 from fxpipe.settings import check_blocks, check_costs, check_profile
 
 
@@ -21,7 +20,7 @@ def costed(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    devices: Devices,
+    devices: Sequence[Device],
     microbatches: int,
     loss: Loss | None,
     profile: Profile | str | None,
@@ -33,14 +32,13 @@ def costed(
     such as `analytic:h100`, worked out for that device. Raises PlanError if there are more devices
     than blocks.
     """
-    lanes = parse_devices(devices)
     check_costs(model, profile)
     progress("capture")
     captured = capture_model(model, args, kwargs)
-    check_blocks(captured, len(lanes))
+    check_blocks(captured, len(devices))
     progress("profile")
     inputs = flat_inputs(model, args, kwargs)
-    return captured, priced(captured, model, inputs, profile, microbatches, lanes, loss)
+    return captured, priced(captured, model, inputs, profile, microbatches, devices, loss)
 
 
 def priced(

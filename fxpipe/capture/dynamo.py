@@ -24,7 +24,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from fxpipe.capture.failures import PYTHON_DRAWS, frozen_batch, unsupported
 from fxpipe.capture.first_calls import Seen
-from fxpipe.capture.inputs import Form
+from fxpipe.capture.inputs import Form, copies
 from fxpipe.capture.region import Region
 from fxpipe.capture.rules import functions_as_ops, more_rules
 from fxpipe.errors import CaptureError
@@ -97,7 +97,7 @@ def dynamo_graph(
 
     if isinstance(model.model, Region):
         return model.model.traced.graph
-    tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    tensors = copies(tensors)
     rows = [tensor for tensor, is_batched in zip(tensors, batched, strict=True) if is_batched]
     for tensor in rows:
         torch._dynamo.mark_dynamic(tensor, 0)
