@@ -21,7 +21,8 @@ from fxpipe.runtime.distributed import visits as rank_visits
 from fxpipe.runtime.distributed.around import equalize_around, names_around
 from fxpipe.runtime.distributed.dtensors import share_of
 from fxpipe.runtime.distributed.entry import Entry, Meeting
-from fxpipe.runtime.distributed.exchange import Exchange, Layouts
+from fxpipe.runtime.distributed.exchange import Exchange
+from fxpipe.runtime.distributed.layout import Layouts
 from fxpipe.runtime.distributed.part import estimate_of, wires_of
 from fxpipe.runtime.distributed.plan import RankPlan
 from fxpipe.runtime.distributed.ranks import Ranks

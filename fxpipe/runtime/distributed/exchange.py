@@ -8,7 +8,7 @@ each time. So does a gradient that was not there; one that is not there any more
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,6 +19,13 @@ from torch import Tensor
 from fxpipe.errors import StageError
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.distributed.absence import is_absent, mark_absent
+from fxpipe.runtime.distributed.layout import (
+    HEADER_SIZE,
+    Layout,
+    Layouts,
+    header_of,
+    read_header,
+)
 from fxpipe.runtime.distributed.messages import Message, Row, maker
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.distributed.transport import Transport
@@ -26,45 +33,6 @@ from fxpipe.runtime.random import RandomStream
 
 # Tags: messages of known dtype and shape, those that a header tells of, and headers.
 _KNOWN, _TOLD, _HEADER = 0, 1, 3
-# A header's numbers: how many follow; if any do, a dtype, a truth value, and sizes and order of the
-# dims, of which torch allows 64.
-_HEADER_SIZE = 3 + 2 * 64
-DTYPES = (
-    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64),
-    *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What is known of a message: its dtype, whether the value has a gradient, how it lies.
-
-    `order` are its dims from the one with the largest stride on, which is the order in which it is
-    sent: what draws random numbers like it, or convolves it, does so in that order.
-    """
-
-    dtype: torch.dtype
-    gradient: bool
-    order: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Tensor, gradient: bool) -> "Layout":
-        """That of this tensor, made dense if it is not, as `torch.empty_like` makes it."""
-        strides = torch.empty_like(tensor, device="meta").stride()
-        order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-        return cls(tensor.dtype, gradient, tuple(order))
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype} with a gradient" if self.gradient else dtype
-
-    def empty(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Memory for such a message."""
-        return torch.empty_permuted(shape, self.order, dtype=self.dtype, device=device)
-
-
-# None: there was no gradient to send.
-Layouts = Mapping[Message, Layout | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,26 +172,18 @@ class Exchange:
     def _tell(self, message: Message, tensor: Tensor | None, gradient: bool) -> None:
         layout = None if tensor is None else Layout.of(tensor, gradient)
         self.learnt[message] = layout
-        told: list[int] = []
-        if tensor is not None and layout is not None:
-            told = [DTYPES.index(layout.dtype), gradient, *tensor.shape, *layout.order]
-        header = torch.zeros(_HEADER_SIZE, dtype=torch.int64)
-        header[: 1 + len(told)] = torch.tensor([len(told), *told])
-        self._begin(message, header, _HEADER)
+        shape = () if tensor is None else tensor.shape
+        self._begin(message, header_of(layout, shape), _HEADER)
         if tensor is not None and layout is not None:
             # On the CPU too: what is known has been posted before it, and would be taken for it.
             self._begin(message, tensor.cpu().permute(layout.order), _TOLD)
 
     def _heard(self, message: Message, header: Tensor) -> tuple[Layout | None, Tensor | None]:
         """What follows the header."""
-        n, *told = header.tolist()
-        if not n:
-            self.learnt[message] = None
-            return None, None
-        dtype, gradient, *dims = told[:n]
-        shape, order = dims[: len(dims) // 2], dims[len(dims) // 2 :]
-        layout = Layout(DTYPES[dtype], bool(gradient), tuple(order))
+        layout, shape = read_header(header)
         self.learnt[message] = layout
+        if layout is None:
+            return None, None
         tensor = layout.empty(shape, torch.device("cpu"))
         if tensor.numel():
             self._receiving(message, tensor.permute(layout.order), _TOLD).wait()
@@ -235,7 +195,7 @@ class Exchange:
             return _Posted(None, tensor, work=self._receiving(message, tensor, _KNOWN))
         shape, layout = self._shape(message), self._known(message)
         if layout is None or shape is None:
-            header = torch.empty(_HEADER_SIZE, dtype=torch.int64)
+            header = torch.empty(HEADER_SIZE, dtype=torch.int64)
             return _Posted(None, None, header, self._receiving(message, header, _HEADER))
         tensor = layout.empty(shape, self._device)
         if not tensor.numel():

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxpipe.runtime.distributed.exchange import DTYPES
+from fxpipe.runtime.distributed.layout import DTYPES
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.distributed.transport import Transport
 from fxpipe.runtime.portal import add_gradients
