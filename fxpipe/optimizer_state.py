@@ -1,6 +1,7 @@
 """An optimizer's state under its parameters' original names, as other plans can load it."""
 
 from collections.abc import Mapping
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from fxpipe.errors import WeightsError
 from fxpipe.runtime.distributed.dtensors import empty_beside
+from fxpipe.runtime.microbatch import map_tensors
 
 # What separates a parameter's name from a key of its state: no name has it.
 _SLASH = "/"
@@ -31,7 +33,7 @@ def optimizer_state(pipe: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
             name = names[parameter]
             found[name] = whole
             for key, value in optimizer.state.get(parameter, {}).items():
-                found[f"{name}{_SLASH}{key}"] = value
+                found |= _taken_apart(f"{name}{_SLASH}{key}", value)
     return found
 
 
@@ -71,10 +73,10 @@ def give_state(
     """Hand what was loaded to the optimizer, as its own `state_dict` would have it."""
     names = _names(pipe, optimizer)
     by_name: dict[str, dict[str, Any]] = {}
-    for key, value in loaded.items():
+    for key in loaded:
         name, slash, field = key.partition(_SLASH)
-        if slash:
-            by_name.setdefault(name, {})[field] = value
+        if slash and _SLASH not in field:
+            by_name.setdefault(name, {})[field] = _put_together(key, loaded)
     groups, states, place = [], {}, 0
     for group in optimizer.param_groups:
         own = [names[parameter] for parameter in group["params"]]
@@ -84,6 +86,32 @@ def give_state(
         states.update({place + k: by_name[name] for k, name in enumerate(own) if name in by_name})
         place += len(own)
     optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _taken_apart(key: str, value: Any) -> dict[str, Any]:
+    """A state as it is written: of a tuple, list or dict, the tensors by themselves.
+
+    torch would write each item under a key of its own, which doesn't tell what it was an item of.
+    """
+    if not isinstance(value, tuple | list | Mapping):
+        return {key: value}
+    tensors: list[Tensor] = []
+
+    def emptied(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return torch.empty(0)
+
+    found: dict[str, Any] = {key: SimpleNamespace(value=map_tensors(emptied, value))}
+    return found | {f"{key}{_SLASH}{k}": tensor for k, tensor in enumerate(tensors)}
+
+
+def _put_together(key: str, loaded: Mapping[str, Any]) -> Any:
+    """The state that `_taken_apart` wrote under `key`."""
+    value = loaded[key]
+    if not isinstance(value, SimpleNamespace):
+        return value
+    numbers = count()
+    return map_tensors(lambda _: loaded[f"{key}{_SLASH}{next(numbers)}"], value.value)
 
 
 def _names(pipe: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:

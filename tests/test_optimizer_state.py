@@ -3,10 +3,11 @@
 import pytest
 import torch
 import toys
-from torch import nn
+from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import WeightsError
+from fxpipe.runtime import load
 
 
 def test_an_optimizer_of_fewer_parameters_keeps_their_names(tmp_path):
@@ -30,3 +31,45 @@ def test_what_is_not_there_or_not_the_pipelines_is_named(tmp_path):
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(2))])
     with pytest.raises(WeightsError, match=r"a parameter of shape \[2\]"):
         fxpipe.checkpoint.save(path, pipe, foreign)
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps a tensor, a list with one for each dimension, and a dict, as SOAP and others do."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            gradient, state = parameter.grad, self.state[parameter]
+            if not state:
+                state["mean"] = torch.zeros_like(parameter)
+                state["squares"] = [torch.zeros_like(parameter), (parameter.new_zeros(3), 3)]
+                state["seen"] = {"steps": 0, "largest": parameter.new_zeros(())}
+            state["mean"].lerp_(gradient, 0.1)
+            state["squares"][0].lerp_(gradient**2, 0.1)
+            state["seen"]["steps"] += 1
+            state["seen"]["largest"].copy_(gradient.abs().max())
+            parameter -= 0.05 * state["mean"]
+
+
+def plain(node: object) -> object:
+    if isinstance(node, Tensor):
+        return node.tolist()
+    if isinstance(node, dict):
+        return {key: plain(value) for key, value in node.items()}
+    return type(node)(map(plain, node)) if isinstance(node, tuple | list) else node
+
+
+def test_tensors_in_lists_tuples_and_dicts(tmp_path):
+    _, pipe = toys.both(tmp_path, toys.CHAIN)
+    optimizer = Preconditioned(pipe.parameters())
+    toys.mean_loss(pipe(*toys.CHAIN.inputs())).backward()
+    optimizer.step()
+    fxpipe.checkpoint.save(tmp_path / "last", pipe, optimizer)
+    again = load(tmp_path).double()
+    resumed = Preconditioned(again.parameters())
+    fxpipe.checkpoint.load(tmp_path / "last", again, resumed)
+    before, after = optimizer.state_dict()["state"], resumed.state_dict()["state"]
+    assert plain(before) == plain(after)
