@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 CASES = (
     *("nothing", "failed", "killed", "replica killed", "stopped", "keeper stopped"),
     *("stopped outside", "stopped saving", "slow", "told to end", "absent", "elsewhere"),
-    *("killed gathering", "stopped gathering"),
+    *("killed gathering", "stopped gathering", "a batch fewer"),
 )
 
 
@@ -152,3 +152,9 @@ def test_ranks_that_were_never_started_are_missed_by_torch(ends):
     for code, text in ends["absent"][:2]:
         assert code == 1
         assert "the 3 processes did not meet within 8 s: " in text
+
+
+def test_a_rank_with_a_batch_fewer_is_named_with_what_it_calls_instead(ends):
+    for code, text in ends["a batch fewer"]:
+        assert code == 1
+        assert "rank 2 is in checkpoint.save, rank 0 in step: all ranks make the same calls" in text

@@ -1,8 +1,11 @@
-"""What all ranks must be given alike, and as many of them as the package has devices."""
+"""What all ranks must be given and asked alike, and as many of them as the package has devices."""
 
 from collections.abc import Mapping, Sequence
 
 from fxpipe.errors import DeviceError, InputError, PackageError
+
+# How these were called the ranks tell each other by themselves: see meeting.py.
+_CALLS = ("step", "evaluation")
 
 
 def refuse_replicas(dps: Sequence[int], world_size: int) -> None:
@@ -45,3 +48,14 @@ def refuse_differing(found: Sequence[tuple[Mapping[str, object], str | None]]) -
             "\n  ".join(["the ranks of this pipeline differ:", *differing])
             + "\ngive each the same package and the same versions"
         )
+
+
+def refuse_other_work(works: Sequence[str], first: int) -> None:
+    """Raise InputError if a rank, in order from `first` on, does other work than the first one."""
+    for rank, work in enumerate(works, first):
+        if work != works[0] and {work, works[0]} != {*_CALLS}:
+            raise InputError(
+                f"rank {rank} is in {work}, rank {first} in {works[0]}: all ranks make the same "
+                "calls in the same order. Give each as many batches, and call the pipeline and "
+                "fxpipe.checkpoint outside of any `if` on the rank"
+            )

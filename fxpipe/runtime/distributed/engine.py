@@ -222,6 +222,7 @@ class RankEngine(Pipeline):
     def _beside_replicas(
         self, rows: int, around: Sequence[Tensor] | None
     ) -> AbstractContextManager[float]:
+        self._ranks.progress.begin("step of closures")
         if self._weights.replicas is None:
             return super()._beside_replicas(rows, around)
         held = set(self.parameters())

@@ -10,6 +10,12 @@ from fxpipe.schedule import Action
 
 _SHOWN = 3  # of the last actions
 OTHERS = "the other ranks"
+START = "the start"
+# What a rank is asked to do together with the others, which tell each other its place here.
+WORKS = (
+    *(START, "step", "evaluation", "step of closures", "clip_grad_norm_"),
+    *("save_weights", "checkpoint.save", "checkpoint.load"),
+)
 
 
 def _others() -> str:
@@ -19,7 +25,8 @@ def _others() -> str:
 class Progress:
     """Of one rank. To note an action takes one assignment: all else is worked out when asked for.
 
-    `item` is the item of its row that the rank is at; `awaited` tells what it would wait for.
+    `work` is what it does; `item` is the item of its row that it is at; `awaited` tells what it
+    would wait for.
     """
 
     def __init__(self) -> None:
@@ -27,16 +34,16 @@ class Progress:
         self.awaited: Callable[[], str | None] = _others
         self._row: Row = ()
         self._inside = True
-        self._work = "the start"
+        self.work = START
         self._counts: Counter[str] = Counter()
         self._waits: str | None = None
         self._since = 0.0
 
     def begin(self, work: str) -> None:
-        """The rank begins a "step", say, as it was asked to by its script."""
+        """The rank begins one of `WORKS`, as it was asked to by its script."""
         self._counts[work] += 1
         self._row = ()
-        self._work = f"{work} {self._counts[work]}"
+        self.work = work
 
     @contextmanager
     def running(self, row: Row, awaited: Callable[[], str | None]) -> Iterator[None]:
@@ -68,9 +75,10 @@ class Progress:
 
     def __str__(self) -> str:
         row, place, waits = self._row, self.item, self._waits
+        work = self.work if self.work == START else f"{self.work} {self._counts[self.work]}"
         done = [str(item) for item in row[:place] if isinstance(item, Action)]
         last = f", did {', '.join(done[-_SHOWN:])} last" if done else ""
         if not self._inside:
-            return f"is outside of the pipeline, after {self._work}{last}"
+            return f"is outside of the pipeline, after {work}{last}"
         at = f" at {row[place]}" if place < len(row) and isinstance(row[place], Action) else ""
-        return f"is in {self._work}{at}{last}" + (f", waits for {waits}" if waits else "")
+        return f"is in {work}{at}{last}" + (f", waits for {waits}" if waits else "")

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpipe.errors import InputError
 from fxpipe.runtime import stream
+from fxpipe.runtime.distributed import gathering
 from fxpipe.runtime.distributed.agreement import refuse_differing, refuse_replicas
 from fxpipe.runtime.distributed.board import Board
 from fxpipe.runtime.distributed.dtensors import whole
@@ -148,11 +150,11 @@ class Ranks:
 
     def gather(self, mine: T) -> list[T]:
         """What each rank of this pipeline gives, in order of the ranks."""
-        return self._gathered(mine, self.size, self.group)
+        return self._gathered(mine, self.group, self.in_world(0))
 
     def gather_world(self, mine: T) -> list[T]:
         """What each rank of all replicas gives, in order of the ranks."""
-        return self._gathered(mine, self.world_size, self.world_group)
+        return self._gathered(mine, self.world_group, 0)
 
     def gather_numbers(self, mine: Sequence[float]) -> list[list[float]]:
         """The same of a few numbers, as many on each rank: a message each, and no pickle."""
@@ -163,20 +165,16 @@ class Ranks:
     def begin_numbers(self, mine: Sequence[float]) -> tuple[threading.Event, list[list[float]]]:
         """Begin to gather numbers; the event says that the list has them."""
         found: list[list[float]] = []
+        own, work = list(mine), self.progress.work
+        gather = partial(gathering.numbers, own, work, self.world_group, 0)
+        return self.begin(lambda: found.extend(gather())), found
 
-        def gather() -> None:
-            # Made here: the caller may be in inference mode, whose tensors this thread can't write.
-            own = torch.tensor(mine, dtype=torch.float64)
-            parts = [torch.empty_like(own) for _ in range(self.world_size)]
-            dist.all_gather(parts, own, self.world_group)
-            found.extend(part.tolist() for part in parts)
-
-        return self.begin(gather), found
-
-    def _gathered(self, mine: T, size: int, group: Any) -> list[T]:
-        found: list[T | None] = [None] * size
-        self.together(lambda: dist.all_gather_object(found, mine, group))
-        return found  # type: ignore[return-value]
+    def _gathered(self, mine: T, group: Any, first: int) -> list[T]:
+        found: list[T] = []
+        gather = partial(gathering.objects, mine, self.progress.work, group, first)
+        # Not on this thread: in inference mode it makes tensors that another one can't write.
+        self.together(lambda: found.extend(gather()))
+        return found
 
     def hand_over(self, tensor: Tensor, source: int, target: int) -> None:
         """Fill `tensor` on rank `target` of all with what it holds on `source`; both call it."""

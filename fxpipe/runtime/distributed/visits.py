@@ -67,7 +67,6 @@ def begin(pipe: "RankEngine", first: Visit, m: int) -> ReplicatedCall:
         tuple(tensor.requires_grad for tensor in inputs),
     )
     what = f"with {m} closures" if grad else f"with {m} closures without gradients"
-    ranks.progress.begin("step of closures")
     with ranks.telling():
         word = Word(what, pipe.training, first.ambient.autocast_text, given, None, None)
         found = ranks.gather((word, sampled(0, first.piece)))
