@@ -10,8 +10,8 @@ one copy is written. A folder that a process died over is never taken for a whol
 """
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,19 +49,18 @@ def save(
     WeightsError, alike on all.
     """
     ranks = _begin(pipe, "checkpoint.save")
-    problem: WeightsError | None = None
-    with _telling(ranks):
-        state: dict[str, Any] = {"model": dict(pipe.state_dict())}
+    state: dict[str, Any] = {}
+
+    def gather() -> None:
+        state["model"] = dict(pipe.state_dict())
         if optimizer is not None:
             state["optimizer"] = optimizer_state(pipe, optimizer)
         if _is_first(ranks):
             state["extra"] = SimpleNamespace(value=extra)
-        try:
-            _write(Path(path), state, ranks)
-        except WeightsError as error:  # all have it: none need be told
-            problem = error
-    if problem is not None:
-        raise problem
+
+    with _telling(ranks):
+        _agree(ranks, f"{path} can't be written", gather)
+        _write(Path(path), state, ranks)
 
 
 def exists(path: str | Path) -> bool:
@@ -72,22 +71,25 @@ def exists(path: str | Path) -> bool:
 def load(path: str | Path, pipe: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Load what `save` wrote into `pipe` and `optimizer`, in place; gives `extra` back.
 
-    Nothing is loaded unless all keys and shapes fit. Raises WeightsError.
+    Nothing is loaded unless all keys and shapes fit. Raises WeightsError, alike on all ranks.
     """
     ranks = _begin(pipe, "checkpoint.load")
-    with _telling(ranks):
-        reader = FileSystemReader(standing(Path(path)))
+    wanted: dict[str, Any] = {"model": dict(pipe.state_dict()), "extra": None}
+    reader = FileSystemReader(standing(Path(path)))
+
+    def prepare() -> None:
         try:
             metadata = reader.read_metadata()
         except OSError as error:
-            raise WeightsError(f"{path} is no whole checkpoint: {error}") from error
-        model = dict(pipe.state_dict())
-        _check(metadata, model, str(path))
-        wanted: dict[str, Any] = {"model": model, "extra": None}
+            raise WeightsError(f"it is no whole checkpoint: {error}") from error
+        _check(metadata, wanted["model"], str(path))
         if optimizer is not None:
             wanted["optimizer"] = state_to_load(metadata, pipe, optimizer, str(path))
-        loader = partial(dcp_load, wanted, storage_reader=reader)
-        _together(ranks, f"{path} can't be read", loader)
+
+    with _telling(ranks):
+        what = f"{path} can't be loaded"
+        _agree(ranks, what, prepare)
+        _together(ranks, what, partial(dcp_load, wanted, storage_reader=reader))
         pipe.load_state_dict(wanted["model"])
         if optimizer is not None:
             give_state(pipe, optimizer, wanted["optimizer"])
@@ -106,8 +108,17 @@ def _begin(pipe: nn.Module, work: str) -> Ranks | None:
     return pipe._ranks
 
 
-def _telling(ranks: Ranks | None) -> AbstractContextManager[None]:
-    return nullcontext() if ranks is None else ranks.telling()
+@contextmanager
+def _telling(ranks: Ranks | None) -> Iterator[None]:
+    """Let the others hear of what fails in the block, but of a WeightsError: that all have."""
+    problem: WeightsError | None = None
+    with nullcontext() if ranks is None else ranks.telling():
+        try:
+            yield
+        except WeightsError as error:
+            problem = error
+    if problem is not None:
+        raise problem
 
 
 def _is_first(ranks: Ranks | None) -> bool:
@@ -154,10 +165,14 @@ def _together(ranks: Ranks | None, what: str, run: Callable[..., object]) -> Non
 
 def _by_first(ranks: Ranks | None, what: str, run: Callable[[], None]) -> None:
     """Let the first rank run it. Raises WeightsError, alike on all, if that fails."""
+    _agree(ranks, what, run if _is_first(ranks) else lambda: None)
+
+
+def _agree(ranks: Ranks | None, what: str, run: Callable[[], None]) -> None:
+    """Let each rank run it. Raises WeightsError, alike on all, if that fails on any."""
     problem = None
     try:
-        if _is_first(ranks):
-            run()
+        run()
     except (OSError, WeightsError) as error:
         problem = str(error)
     problems = [problem] if ranks is None else ranks.gather_world(problem)

@@ -121,6 +121,6 @@ def _names(pipe: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, st
     if foreign:
         raise WeightsError(
             f"the optimizer trains a parameter of shape {list(foreign[0].shape)} that is none of "
-            "the pipeline's: save it with one over pipe.parameters()"
+            "the pipeline's: train those by an optimizer of their own, and save that beside"
         )
     return names

@@ -571,6 +571,23 @@ def scattered(folder: Path, paths: Sequence[Path]) -> list[str]:
     return found
 
 
+def refused_checkpoints(folder: Path, path: Path) -> list[str]:
+    """The errors where one rank's optimizer trains something else, and where nothing was saved."""
+    model, pipe = pair(folder, toys.CHAIN)
+    other = [nn.Parameter(torch.zeros(2))] if pipe.is_last else []
+    optimizer = torch.optim.SGD([*pipe.parameters(), *other], 0.1)
+    found = []
+    for call in (checkpoint.save, checkpoint.load):
+        try:
+            call(path, pipe, optimizer)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    (x,) = toys.CHAIN.inputs()
+    expected = toys.plain_step(toys.CHAIN, model, (x,), 3)
+    assert toys.same(pipe.step(x, loss_fn=toys.mean_loss), expected)
+    return found
+
+
 def resumed(folder: Path, name: str, m: int, path: Path) -> str:
     """A third step under this plan gives what three give the plain model."""
     toy = toys.TOYS[name]

@@ -40,6 +40,17 @@ def test_a_checkpoint_needs_a_folder_that_all_share_and_that_is_one(two, tmp_pat
     assert not checkpoint.exists(paths[0])
 
 
+def test_what_does_not_fit_one_rank_is_refused_by_all_and_training_goes_on(two, tmp_path):
+    toys.write(tmp_path, toys.CHAIN, 3, devices=(0, 0, 1))
+    found, others = two.run(jobs.refused_checkpoints, tmp_path, tmp_path / "last")
+    assert found == others
+    saving, loading = found
+    assert saving.startswith("WeightsError: ")
+    assert "last can't be written: the optimizer trains a parameter of shape [2]" in saving
+    assert loading.startswith("WeightsError: ")
+    assert "last can't be loaded: it is no whole checkpoint" in loading
+
+
 def test_one_process_saves_for_two(two, tmp_path):
     toys.write(tmp_path, toys.TIED, 3, devices=(0, 1, 1))
     _, pipe = toys.both(tmp_path, toys.TIED, m=3, devices=(0, 1, 1))
