@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from fxpipe import checkpoint
-from fxpipe.errors import InputError, WeightsError
+from fxpipe.errors import InputError, StageError, WeightsError
 from fxpipe.runtime import load, stream
 from fxpipe.runtime.distributed import dtensors, ranks, replicas
 from fxpipe.runtime.distributed.pipeline import DistributedPipeline
@@ -135,6 +135,23 @@ def replicas_start_equal(folder: Path) -> list[Tensor]:
     torch.manual_seed(torch.distributed.get_rank())
     pipe = load(folder, distributed=True, dp=2)
     return [parameter.detach() for parameter in pipe.parameters()]
+
+
+def loss_that_trains(folder: Path) -> str:
+    """The error of replicas whose loss has a parameter; without a gradient it has none."""
+    _, pipe = pair(folder, toys.CHAIN, dp=2)
+    factor = torch.ones(3, dtype=torch.float64)
+
+    def loss_fn(output: Any, target: Any) -> Tensor:
+        return toys.mean_loss(output) * factor.mean()
+
+    pipe.step(*toys.CHAIN.inputs(), loss_fn=loss_fn)
+    factor.requires_grad_()
+    try:
+        pipe.step(*toys.CHAIN.inputs(), loss_fn=loss_fn)
+    except StageError as error:
+        return str(error)
+    return "no error"
 
 
 def replicated_training(folder: Path, path: Path, fully_shard: bool = False) -> str:

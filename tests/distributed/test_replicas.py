@@ -63,6 +63,12 @@ def test_replicas_begin_with_the_weights_of_the_first(four, tmp_path):
     assert all(map(torch.equal, second, fourth))
 
 
+def test_a_loss_that_trains_something_is_refused(two, tmp_path):
+    toys.write(tmp_path, toys.CHAIN, devices=(0, 0, 0))
+    for error in two.run(jobs.loss_that_trains, tmp_path):
+        assert "it trains something of shape [3] besides the pipeline, whose gradients" in error
+
+
 def test_processes_that_are_no_whole_replicas_are_refused(four, tmp_path):
     toys.write(tmp_path, toys.CHAIN, devices=(0, 1, 1))
     errors = four.run(jobs.refused_options, tmp_path, "dp", [3, 3, 3, 3])

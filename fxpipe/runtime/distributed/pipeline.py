@@ -1,6 +1,7 @@
 """A pipeline over processes: each rank holds its device's stages and runs its row of the table."""
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fxpipe.runtime.distributed.engine import RankEngine
 from fxpipe.runtime.distributed.entry import Meeting, place_of
 from fxpipe.runtime.distributed.norm import gradients_here, norm_over
 from fxpipe.runtime.distributed.overflow import share_overflow
+from fxpipe.runtime.distributed.replicas import trains_nothing
 from fxpipe.runtime.distributed.results import give_gradients, shared_loss
 from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.step import Step
@@ -72,19 +74,21 @@ class DistributedPipeline(RankEngine):
 
         Inputs are read where a stage takes them, `target` where the last stage is; elsewhere they
         may be None, or left out. Each replica has a batch of its own; loss and gradients, which all
-        get, are those of the mean over all replicas' rows. Raises InputError, alike on all ranks,
-        if they weren't called with the same; StageError that names the rank if one fails.
+        get, are those of the mean over all replicas' rows, and `loss_fn` trains nothing of its own.
+        Raises InputError, alike on all ranks, if they weren't called with the same; StageError that
+        names the rank if one fails.
         """
         if not torch.is_grad_enabled():
             raise InputError("step computes gradients: call it outside of torch.no_grad()")
         scaled = scaler is not None and scaler.is_enabled()
         self._ranks.progress.begin("step")
         inputs, meeting = self._meet("as pipe.step(...)", args, kwargs, place_of(loss_fn), scaled)
+        alone = partial(trains_nothing, loss_fn) if self._ranks.dp > 1 else loss_fn
 
         def train(meeting: Meeting) -> Tensor:
             with self._ranks.telling():
                 rows, call = self._enter(inputs, meeting)
-                step, objective = self._new_step(call, rows, meeting.batch, target, loss_fn, scaler)
+                step, objective = self._new_step(call, rows, meeting.batch, target, alone, scaler)
                 with self._collected():
                     self._run_row(step, call, meeting, backward=True)
                 if any(meeting.given.gradients):

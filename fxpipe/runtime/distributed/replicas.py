@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from fxpipe.errors import InputError
 from fxpipe.runtime.distributed.ranks import Ranks
+from fxpipe.runtime.end import LossFn
+from fxpipe.runtime.nodes import nodes_below
 from fxpipe.runtime.stage import Stage
 
 T = TypeVar("T", bound=Tensor)
@@ -146,6 +148,22 @@ def refuse_sparse(parameters: Iterable[Tensor]) -> None:
         raise InputError(
             "a sparse gradient can't be summed over replicas: make the embedding with sparse=False"
         )
+
+
+def trains_nothing(loss_fn: LossFn, output: Any, target: Any) -> Tensor:
+    """Its loss. Raises InputError if that also depends on what requires grad besides the output."""
+    loss = loss_fn(output, target)
+    roots = [loss.grad_fn] if isinstance(loss, Tensor) and loss.grad_fn is not None else []
+    ends: list[Any] = [node for node, below in nodes_below(roots).items() if not below]
+    leaves = [end.variable for end in ends if hasattr(end, "variable")]
+    own = [list(leaf.shape) for leaf in leaves if leaf.numel()]  # the output begins at an empty one
+    if own:
+        raise InputError(
+            f"it trains something of shape {own[0]} besides the pipeline, whose gradients nobody "
+            "adds up over the replicas: make that a part of the model, or train by a "
+            "fxpipe.Runner with around=loss_fn.parameters()"
+        )
+    return loss
 
 
 def buckets(parameters: Sequence[T]) -> list[list[T]]:
