@@ -80,6 +80,7 @@ class Engine(Original):
         self._workers: Workers | None = None
         self._trace: Trace | None = None
         self._memory: Memory | None = None
+        self._first_lane = 0  # of this process, among the package's
         self._fits = 0  # rows of a micro-batch that are known to fit
         self._captures = capture is not None
         self._graphs: Graphs | None = None

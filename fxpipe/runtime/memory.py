@@ -27,7 +27,7 @@ Job = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """A device's fullest moment of a step, in bytes. `lanes` are those that run on it."""
+    """A device's fullest moment of a step, in bytes. `lanes`, of the package, run on it."""
 
     device: str
     lanes: tuple[int, ...]
@@ -55,9 +55,14 @@ class Memory:
         predicted: Sequence[int],
         stages: Sequence[Stage],
         count: Callable[["Memory | None"], None],
+        first_lane: int,
     ) -> None:
-        """`count` is told what is to count the lanes' jobs, and at last that nothing is."""
+        """`count` is told what is to count the lanes' jobs, and at last that nothing is.
+
+        `first_lane` is the number that the package gives the first of `devices`.
+        """
         self._count = count
+        self._first_lane = first_lane
         self._devices = tuple(devices)
         self._predicted = tuple(predicted)
         self._stages = tuple(stages)
@@ -71,7 +76,7 @@ class Memory:
         return tuple(
             Peak(
                 str(stream.place(self._devices[lanes[0]])),
-                lanes,
+                tuple(self._first_lane + lane for lane in lanes),
                 sum(self._predicted[lane] for lane in lanes),
                 self._measured.get(lanes[0]),
             )

@@ -142,7 +142,8 @@ class Pipeline(Engine):
         def count(memory: Memory | None) -> None:
             self._memory = memory
 
-        return Memory(self._devices, self._estimate.peak_bytes, self._stages, count)
+        peaks = self._estimate.peak_bytes
+        return Memory(self._devices, peaks, self._stages, count, self._first_lane)
 
     def __repr__(self) -> str:
         lines = [

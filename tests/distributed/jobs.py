@@ -399,8 +399,8 @@ def other_losses(folder: Path) -> str:
     return "equal"
 
 
-def looked_at(folder: Path, out: Path) -> tuple[int, int]:
-    """How many rows a rank's trace and its memory have."""
+def looked_at(folder: Path, out: Path) -> tuple[list[tuple[int, ...]], int]:
+    """Of which lanes a rank's memory tells, and how many devices it has."""
     _, pipe = pair(folder, toys.CHAIN)
     x = toys.CHAIN.inputs()
     path = out / f"{pipe._ranks.rank}.json"
@@ -408,7 +408,7 @@ def looked_at(folder: Path, out: Path) -> tuple[int, int]:
         pipe.step(*x, loss_fn=toys.mean_loss)
     assert path.read_text()
     assert memory.peaks[0].measured_bytes
-    return len(memory.peaks), len(pipe.devices)
+    return [peak.lanes for peak in memory.peaks], len(pipe.devices)
 
 
 def held(folder: Path, x: Tensor) -> tuple[int, int]:

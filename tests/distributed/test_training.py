@@ -56,7 +56,7 @@ def test_outputs_on_all_ranks(two, tmp_path):
 
 def test_a_rank_shows_its_own_step_and_memory(two, tmp_path):
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
-    assert two.run(jobs.looked_at, tmp_path, tmp_path) == [(1, 1)] * 2
+    assert two.run(jobs.looked_at, tmp_path, tmp_path) == [([(0,)], 1), ([(1,)], 1)]
 
 
 @pytest.mark.parametrize("rows", [64, 256])

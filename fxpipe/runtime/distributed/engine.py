@@ -76,6 +76,7 @@ class RankEngine(Pipeline):
         self._plan = RankPlan(manifest, stages, schedule, self._wires, ranks.dp > 1, fully_shard)
         self._wires = {mode: wires_of(w, self._homes, rank) for mode, w in self._wires.items()}
         self._estimate = estimate_of(manifest.estimate, rank)
+        self._first_lane = rank
         self._weights = RankWeights(manifest, own, ranks, self._plan.order[rank], fully_shard)
         self._transport = Transport(ranks, place(device), self._plan.routes)
         self._entry = Entry(manifest, ranks)
