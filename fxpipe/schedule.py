@@ -106,15 +106,17 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, text: str) -> "Schedule":
-        """Read a table; empty cells (idle) are skipped. Raises ScheduleError."""
-        rows = csv.reader(io.StringIO(text))
-        return cls(tuple(tuple(Action.parse(cell) for cell in row if cell.strip()) for row in rows))
+        """Read a table; empty cells (idle) and empty lines are skipped. Raises ScheduleError."""
+        # Spreadsheets begin a file in UTF-8 with a mark, and each device has something to do.
+        cells = csv.reader(io.StringIO(text.removeprefix("\ufeff")))
+        rows = (tuple(Action.parse(cell) for cell in row if cell.strip()) for row in cells)
+        return cls(tuple(row for row in rows if row))
 
     @classmethod
     def read(cls, path: str | Path) -> "Schedule":
         """Read the table in a file. Raises ScheduleError, also where the file can't be read."""
         try:
-            table = cls.from_csv(Path(path).read_text())
+            table = cls.from_csv(Path(path).read_text(encoding="utf-8"))
         except ScheduleError as error:
             raise ScheduleError(f"{path}: {error}") from error
         except OSError as error:

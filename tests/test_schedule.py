@@ -35,6 +35,18 @@ def test_idle_cells_are_skipped() -> None:
     assert with_idle == table(ONE_F_ONE_B)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\ufeff0F0,0F1,0B0,0B1\r\n1F0,1B0,1F1,1B1\r\n",
+        "0F0,0F1,0B0,0B1\n\n1F0,1B0,1F1,1B1\n,,,\n\n",
+        " 0F0 ,0F1,0B0,0B1,,\n1F0,1B0,1F1, 1B1\n",
+    ],
+)
+def test_what_editors_and_spreadsheets_add_is_no_part_of_the_table(text: str) -> None:
+    assert Schedule.from_csv(text) == table(ONE_F_ONE_B)
+
+
 @pytest.mark.parametrize("cell", ["0X0", "F0", "0F", "0F0 1B0", "-1F0"])
 def test_a_cell_that_is_no_action_is_named(cell: str) -> None:
     with pytest.raises(ScheduleError, match=f"'{cell}' is no action"):
