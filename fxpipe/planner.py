@@ -1,7 +1,7 @@
 """Plans of one chain beside each other: the named schedules and what the search finds."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.chain_file import ChainFile
@@ -17,9 +17,9 @@ from fxpipe.passes.linearize import linearize
 from fxpipe.passes.partition_costs import edges_of
 from fxpipe.passes.search.plan import chain_loops
 from fxpipe.question import Question, planned
-from fxpipe.runtime.device_names import parse_devices
+from fxpipe.runtime.stream import Device
 from fxpipe.schedule import Schedule
-from fxpipe.settings import table_of, usual_microbatches
+from fxpipe.settings import table_of
 from fxpipe.show.progress import Progress
 from fxpipe.target import load
 
@@ -34,13 +34,12 @@ class Answer:
     seconds: float
 
 
-def chain_question(file: ChainFile, devices: str, microbatches: int | None) -> Question:
+def chain_question(file: ChainFile, n_devices: int, microbatches: int) -> Question:
     """A bare chain's, whose file has its costs."""
-    n_devices = len(parse_devices(devices))
     return Question(
         chain=file.chain,
         n_devices=n_devices,
-        n_microbatches=microbatches or usual_microbatches(n_devices),
+        n_microbatches=microbatches,
         network=file.network,
         capacity_bytes=(file.capacity_bytes,) * n_devices,
         training_factor=file.training_factor,
@@ -50,16 +49,14 @@ def chain_question(file: ChainFile, devices: str, microbatches: int | None) -> Q
 
 def model_question(
     target: str,
-    devices: str,
+    lanes: Sequence[Device],
     batch: int,
-    microbatches: int | None,
+    microbatches: int,
     profile: str | None,
     optimizer: str,
 ) -> Question:
     """A model's, whose ops are measured here unless `profile` tells what they cost."""
-    lanes = parse_devices(devices)
     held = optimizer_of(optimizer)
-    m = microbatches or usual_microbatches(len(lanes), batch)
     loaded = load(target)
     costs = None if profile is None else costs_of(profile)
     model = loaded.build_without_memory() if is_analytic(costs) else loaded.build()
@@ -70,7 +67,7 @@ def model_question(
             inputs.args,
             inputs.kwargs,
             devices=lanes,
-            microbatches=m,
+            microbatches=microbatches,
             loss=Loss.of(loaded.loss, loaded.targets(batch)),
             profile=costs,
             progress=progress,
@@ -80,7 +77,7 @@ def model_question(
     return Question(
         chain=chain,
         n_devices=len(lanes),
-        n_microbatches=m,
+        n_microbatches=microbatches,
         network=priced.network,
         capacity_bytes=(priced.capacity_bytes,) * len(lanes),
         training_factor=held.training_factor(model.parameters()),
@@ -91,6 +88,7 @@ def model_question(
 def answered(
     question: Question,
     schedule: str | Schedule,
+    table: Schedule | None,
     *,
     seed: int,
     workers: int | None,
@@ -99,10 +97,9 @@ def answered(
 ) -> Answer:
     """The best plan that the search finds, or, of one schedule, what `compile` would make.
 
-    Raises PlanError.
+    `table` is the schedule's, None if it is searched. Raises PlanError.
     """
     start = time.perf_counter()
-    table = table_of(schedule, question.n_devices, question.n_microbatches, question.loops)
     plan = planned(
         question,
         schedule,

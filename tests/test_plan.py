@@ -197,6 +197,28 @@ def test_wrong_use_is_one_message(
     assert message in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--memory", "much"), "'much' is no amount of memory"),
+        (("--topology", "3:nvlink4"), "the topology 3:nvlink4 has 3 devices"),
+        (("--schedule", "zb-v", "--loops", "3"), "3 stages a device under zb-v"),
+        (("--schedule", "one_row.csv"), "rows: 1, devices: 2"),
+        (("--batch", "4", "--microbatches", "5"), "a batch of 4 can't be cut into 5"),
+    ],
+)
+def test_what_can_not_be_planned_is_told_before_the_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "one_row.csv").write_text("0F0,0B0\n")
+    monkeypatch.chdir(tmp_path)
+
+    result = CliRunner().invoke(app, ["plan", "no_model.py", "--devices", "2", *arguments])
+
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
 def test_tables_are_for_people(tmp_path: Path) -> None:
     command = ["plan", "--chain", str(written(tmp_path)), "--devices", "2", "--time-limit", "0.1"]
 

@@ -31,7 +31,7 @@ def plan_command(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="[TARGET]", help="model.py, model.py:factory or package.module:factory"
+            metavar="TARGET", help="model.py, model.py:factory or package.module:factory"
         ),
     ] = None,
     chain: Annotated[
@@ -90,20 +90,28 @@ def plan_command(
 
         from fxpipe.chain_file import load_chain
         from fxpipe.costs.capacity import capacities
+        from fxpipe.costs.first_microbatch import check_rows
         from fxpipe.costs.topology import network_of
         from fxpipe.planner import answered, chain_question, model_question, named
+        from fxpipe.runtime.device_names import parse_devices
         from fxpipe.schedule import Schedule
-        from fxpipe.settings import check_settings
+        from fxpipe.settings import check_settings, table_of, usual_microbatches
         from fxpipe.show import plan as report_plan
         from fxpipe.show.progress import BestSoFar
 
         if (target is None) == (chain is None):
             raise InputError("give a TARGET, or --chain FILE.json in its place")
         order = Schedule.read(schedule) if schedule and schedule.endswith(".csv") else schedule
-        if microbatches is None and isinstance(order, Schedule):
-            microbatches = order.n_microbatches
+        lanes = parse_devices(devices)
+        n_devices = len(lanes)
+        if microbatches is None:
+            usual = usual_microbatches(n_devices, (batch or BATCH) if chain is None else None)
+            microbatches = order.n_microbatches if isinstance(order, Schedule) else usual
         # Before the work rather than after it.
-        check_settings(microbatches or 1, loops, order or "auto", "never", "dp", time_limit)
+        check_settings(microbatches, loops, order or "auto", "never", "dp", time_limit)
+        table = table_of(order or "auto", n_devices, microbatches, loops)
+        capacity = None if memory is None else capacities(memory, n_devices)
+        links = None if topology is None else network_of(topology, n_devices)
         if chain is not None:
             for option, given in (
                 ("--batch", batch),
@@ -114,22 +122,23 @@ def plan_command(
                     raise InputError(
                         f"{option} is of a TARGET: a chain's file has its costs itself"
                     )
-            question = chain_question(load_chain(chain), devices, microbatches)
+            question = chain_question(load_chain(chain), n_devices, microbatches)
         else:
             assert target is not None
+            check_rows(batch or BATCH, microbatches)
             question = model_question(
-                target, devices, batch or BATCH, microbatches, profile, optimizer or OPTIMIZER
+                target, lanes, batch or BATCH, microbatches, profile, optimizer or OPTIMIZER
             )
         question = dataclasses.replace(question, checkpoint=checkpoint.value, loops=loops)
-        if memory is not None:
-            capacity = capacities(memory, question.n_devices)
+        if capacity is not None:
             question = dataclasses.replace(question, capacity_bytes=capacity)
-        if topology is not None:
-            question = question.over(network_of(topology, question.n_devices))
+        if links is not None:
+            question = question.over(links)
         with BestSoFar() as progress:
             found = answered(
                 question,
                 order or "auto",
+                table,
                 seed=seed,
                 workers=workers,
                 time_limit_s=time_limit,
