@@ -136,5 +136,6 @@ def check_profile(profile: Profile, capture: Capture, microbatches: int) -> None
     if profile.batch != rows:
         raise InputError(
             f"the profile is of micro-batches of {profile.batch} rows, but a batch of "
-            f"{capture.batch} in {microbatches} micro-batches has {rows}: measure it anew"
+            f"{capture.batch} in {plural(microbatches, 'micro-batch', 'es')} has {rows}: measure "
+            "it anew"
         )

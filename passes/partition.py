@@ -211,7 +211,7 @@ def _does_not_fit(problem: Problem, estimate: Estimate, checkpoint: CheckpointMo
     if static < capacity:
         help_by.append("smaller micro-batches (more of them)")
         if checkpoint is not CheckpointMode.ALWAYS:
-            help_by.append("`--checkpoint always`")
+            help_by.append("`--checkpoint auto`")
     return (
         f"no partition fits: in the best one found, device {device} needs {size_text(peak)} and "
         f"has {size_text(capacity)} (parameters and what training keeps of them "

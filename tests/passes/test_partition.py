@@ -313,7 +313,7 @@ def test_what_does_not_fit_says_which_device_and_what_would_help(solver: str) ->
         "no partition fits: in the best one found, device 1 needs 30.00 KiB and has 15.00 KiB "
         "(parameters and what training keeps of them 0 bytes, saved for one micro-batch "
         "30.00 KiB). What would help: "
-        "more than 2 devices, or smaller micro-batches (more of them), or `--checkpoint always`"
+        "more than 2 devices, or smaller micro-batches (more of them), or `--checkpoint auto`"
     )
 
 
