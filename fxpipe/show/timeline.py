@@ -21,7 +21,7 @@ _NARROWEST, _WIDEST, _PER_BOX = 7.2, 24.0, 0.21
 _TEXT, _SMALL, _SMALLEST = 8.0, 6.5, 4.0
 _DIGIT = 0.64  # a digit's width as a share of its height
 _HEIGHT = 0.84  # of a box, as a share of its row
-_NAMED, _KEYS_A_ROW = 15, 3  # devices whose peaks are told
+_NAMED, _KEYS_A_ROW = 15, 3  # devices whose peaks are all told
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
@@ -45,7 +45,7 @@ def draw(views: Sequence[View], path: Path) -> None:
     )
     inside = min(max(_PER_BOX * fullest, _NARROWEST - _LEFT - _RIGHT), _WIDEST)
     rows = sum(_TITLE + _ROW * len(view.lanes) for view in views)
-    keys = min(len(views[0].memory), _NAMED)
+    keys = len(_named(views[0].peaks))
     memory = (0.1 + _KEY * -(-keys // _KEYS_A_ROW) + _MEMORY) if keys else 0.0
     width, height = _LEFT + inside + _RIGHT, _TOP + rows + memory + _BOTTOM
     with rc_context({"font.size": _TEXT, "svg.fonttype": "none", "svg.hashsalt": "fxpipe"}):
@@ -137,7 +137,7 @@ def _memory(axes: "Axes", view: View) -> None:
     """What each device holds; the legend has the most of it."""
     peaks = view.peaks
     unit, scale = next((u, s) for u, s in _UNITS if max(peaks) >= s or s == 1)
-    named = range(len(peaks)) if len(peaks) <= _NAMED else [peaks.index(max(peaks))]
+    named = _named(peaks)
     for lane, changes in enumerate(view.memory):
         xs = [ms for ms, _ in changes] + [view.step_ms]
         ys = [n_bytes / scale for _, n_bytes in changes]
@@ -169,6 +169,13 @@ def _memory(axes: "Axes", view: View) -> None:
         borderaxespad=0.1,
         handlelength=1.4,
     )
+
+
+def _named(peaks: Sequence[int]) -> Sequence[int]:
+    """The devices whose peaks are told: of many the fullest, and both ends of the colours."""
+    if len(peaks) <= _NAMED:
+        return range(len(peaks))
+    return sorted({0, peaks.index(max(peaks)), len(peaks) - 1})
 
 
 def _legend(figure: "Figure", views: Sequence[View]) -> None:

@@ -63,6 +63,14 @@ def test_a_capacity_is_drawn_where_it_is_near(tmp_path):
         assert ("capacity: 4 B" in tips) == drawn
 
 
+def test_of_many_devices_the_fullest_and_both_ends_of_the_colours_are_told(tmp_path):
+    held = tuple(((0.0, 100 + lane if lane < 18 else 7),) for lane in range(20))
+    many = View("predicted", ("cpu",) * 20, MEASURED.events, memory=held)
+    timeline.draw([many], tmp_path / "step.svg")
+    told = [text for text in texts(tmp_path / "step.svg") if "peak" in text]
+    assert told == ["0: peak 100 B", "17: peak 117 B", "19: peak 7 B"]
+
+
 def test_what_is_not_known_is_left_out(tmp_path):
     timeline.draw([MEASURED], tmp_path / "step.svg")
     assert not [text for text in texts(tmp_path / "step.svg") if "peak" in text or "path" in text]
