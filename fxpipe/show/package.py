@@ -36,6 +36,7 @@ def package_json(manifest: Manifest, edits: Edits) -> dict[str, Any]:
                 "stage": j,
                 "file": stage.file,
                 "device": manifest.devices[stage.device],
+                "device_number": stage.device,
                 "checkpoint": stage.checkpoint,
                 "segments": [str(segment) for segment in stage.segments],
                 "ops": stage.ops,
@@ -107,7 +108,7 @@ def _stages(facts: Sequence[dict[str, Any]]) -> Table:
     for fact in facts:
         row = [
             str(fact["stage"]),
-            fact["device"],
+            f"{fact['device_number']}: {fact['device']}",
             str(fact["ops"]),
             f"{fact['parameters']:,}",
             bytes_text(fact["parameter_bytes"]),

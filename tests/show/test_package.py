@@ -17,9 +17,9 @@ def test_package_fits_into_100_columns():
     Tied: 3 stages on 3 CPU lanes; batch 10 in 4 micro-batches of at most 3; schedule 1f1b
 
     stage  device  ops  parameters           forward  backward  peak memory
-        0     cpu    3   1,048,576  4.0 MiB  1.23 ms   12.3 ms     3.00 GiB
-        1     cpu    4           0      0 B  1.23 ms   12.3 ms      1.0 MiB
-        2     cpu    5   1,048,576  4.0 MiB  1.23 ms   12.3 ms        100 B
+        0  0: cpu    3   1,048,576  4.0 MiB  1.23 ms   12.3 ms     3.00 GiB
+        1  1: cpu    4           0      0 B  1.23 ms   12.3 ms      1.0 MiB
+        2  2: cpu    5   1,048,576  4.0 MiB  1.23 ms   12.3 ms        100 B
 
     value  from  to  shape                    bytes
     x_0       0   1  float32[batch, 1024]  12.0 KiB
@@ -33,6 +33,15 @@ def test_package_fits_into_100_columns():
     memory planned for sgd: gradients only
     forward, backward and bytes are of one micro-batch; peak memory is the device's over a step
     """)
+
+
+def test_which_device_holds_a_stage_is_told_where_several_have_one_name():
+    stages = tuple(replace(stage, device=(0, 1, 0)[j]) for j, stage in enumerate(MANIFEST.stages))
+    manifest = replace(MANIFEST, stages=stages)
+    told = shown(package_table(manifest, Edits())).splitlines()[3:6]
+    assert [line.split()[1:3] for line in told] == [["0:", "cpu"], ["1:", "cpu"], ["0:", "cpu"]]
+    facts = package_json(manifest, Edits())["stages"]
+    assert [fact["device_number"] for fact in facts] == [0, 1, 0]
 
 
 def test_files_that_were_changed_by_hand_are_named():
