@@ -1,7 +1,8 @@
 """The command `fxpipe`: a module for each group of commands, which are all named here.
 
 Exit codes: 0 done, 1 the answer is no (verify found a difference), 2 wrong use or wrong input,
-3 fxpipe itself failed. Nothing heavy is imported before a command runs, so that `--help` is quick.
+3 fxpipe itself failed, 130 interrupted. Nothing heavy is imported before a command runs, so that
+`--help` is quick.
 """
 
 import typer
