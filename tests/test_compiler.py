@@ -200,6 +200,8 @@ def test_a_profile_of_another_model_or_microbatch_is_refused():
     own = flat_profile(capture(model, (x,), {}), 2)
     with pytest.raises(InputError, match=r"micro-batches of 4 rows, but .* has 2"):
         fxpipe.compile(model, (x,), devices="cpu*2", microbatches=4, profile=own)
+    with pytest.raises(InputError, match=r"a batch of 8 in 1 micro-batch has 8"):
+        fxpipe.compile(model, (x,), devices="cpu*2", microbatches=1, profile=own)
 
 
 def test_processes_on_cpus_are_planned_with_the_time_that_they_spend_on_sending():
