@@ -27,19 +27,18 @@ _CONDITION: dict[Mode | None, str] = {
 
 @dataclass(frozen=True, slots=True)
 class MethodText:
-    """The template's fields of one method; `names` are the variables of its values."""
+    """The template's fields of one method; `names` are the variables of its values.
+
+    `code` is all of it but for the comments.
+    """
 
     name: str
     doc: str
     signature: str
     result: str
     body: tuple[str, ...]
+    code: str
     names: Mapping[str, str]
-
-    @property
-    def code(self) -> str:
-        """All code of it."""
-        return "\n".join([self.signature, self.result, *self.body])
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +127,14 @@ def _method(
     text = [part for line in body for part in str(line).split("\n")]
     while text and not text[0]:  # between groups stands a blank line, before the first none
         text = text[1:]
+    signature, result = ", ".join(["self", *parameters]), _result(scope)
     return MethodText(
         name=name,
         doc=doc,
-        signature=", ".join(["self", *parameters]),
-        result=_result(scope),
+        signature=signature,
+        result=result,
         body=tuple(text),
+        code="\n".join([signature, result, *(line.code for line in body)]),
         names=names,
     )
 

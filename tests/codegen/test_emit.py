@@ -152,3 +152,14 @@ def test_awkward_module_names_are_kept(make, tmp_path):
     x = torch.randn(4, 3)
     torch.testing.assert_close(pipe(x), model(x))
     assert list(pipe.state_dict()) == list(model.state_dict())
+
+
+def test_what_comments_alone_name_is_not_imported():
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return x / math.sqrt(4 * (math.sin(0) + math.cos(0)))  # a number when it is written
+
+    package = compile_flat(Scaled(), (torch.randn(4, 6),), devices="cpu*1", microbatches=2)
+    text = package.files["stage_0.py"]
+    assert "math.sqrt" in text  # the user's line
+    assert "import math" not in text
