@@ -128,6 +128,18 @@ def test_no_device_of_the_trace_is_left():
     ]
 
 
+def test_what_is_made_of_numbers_and_then_moved_is_made_on_the_device():
+    class Moved(Base):
+        def step(self, x):
+            steps = torch.exp(-torch.arange(x.size(1)) / 6).to(x.device)
+            return x * steps + torch.arange(6)[None].to(x.dtype)
+
+    graph = capture(Moved(), (torch.randn(4, 6),), {}).graph
+    made = graph.find_nodes(op="call_function", target=torch.arange)
+    # Where the user moves nothing, all is as in the user's model.
+    assert [node.kwargs for node in made] == [{"device": torch.device("cpu")}, {}]
+
+
 def test_a_checkpoint_that_loses_gradients_is_told():
     class First(Base):
         def forward(self, x):

@@ -148,6 +148,7 @@ class _Builder:
             moved = self.values[node.args[0]]  # type: ignore[index]
             if isinstance(moved, fx.Node):
                 hand_on(formals_of(node), moved)
+                _make_on_device(moved)
             return moved
         stack = [key for key in node.meta.get("nn_module_stack", {}) if self.names.module(key)]
         module = self.names.module(stack[-1]) if stack else ""
@@ -250,6 +251,23 @@ def _only_moves(node: fx.Node) -> bool:
         return False
     settings = [*node.args[1:], *node.kwargs.values()]
     return all(isinstance(value, torch.device | bool | int) for value in settings)
+
+
+def _make_on_device(moved: fx.Node) -> None:
+    """Let a tensor that is computed of numbers alone, as `torch.arange(8) / 8`, be on the device.
+
+    Else it would stay where torch puts it, once the move is left out.
+    """
+    above = dict.fromkeys([moved])
+    for node in (reached := [moved]):
+        if not node.op.startswith("call_"):
+            return
+        tensors = [n for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor | tuple)]
+        reached += [used for used in tensors if used not in above]
+        above.update(dict.fromkeys(tensors))
+    for node in above:
+        if not any(isinstance(used.meta["val"], Tensor | tuple) for used in node.all_input_nodes):
+            node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
 
 
 def _attribute(owner: torch.nn.Module, target: str) -> Any:
