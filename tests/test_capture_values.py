@@ -131,3 +131,39 @@ def test_a_value_may_have_the_name_of_one_that_was_left_out():
         return x.cos().exp().sin().tan()
 
     assert names(forward) == ["cos", "exp", "sin", "output"]
+
+
+def test_a_variable_that_a_comprehension_reads_names_what_is_assigned_to_it():
+    def forward(self, x):
+        h = self.q_proj(x)
+        h = h * 2
+        parts = [layer(h) for layer in self.layers]
+        h = h + parts[0]
+        return h.exp() * parts[1]
+
+    assert names(forward)[:2] == ["h", "h_2"]
+    assert "h_3" in names(forward)
+
+
+def test_a_sequential_names_nothing():
+    class Embedder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(6, 6), nn.SiLU(), nn.Linear(6, 6))
+
+        def forward(self, t):
+            return self.mlp(t)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedder = Embedder()
+            self.body = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+
+        def forward(self, x, t):
+            emb = self.embedder(t)
+            features = self.body(x)
+            return emb * features
+
+    ops = list(capture(Model(), (torch.randn(4, 6), torch.randn(4, 6)), {}).ops)
+    assert ops == ["x_2", "x_3", "emb", "x_4", "features", "output"]

@@ -28,7 +28,7 @@ def noted_formals() -> Iterator[None]:
 
     @wraps(inline)
     def inlining(self: Any) -> Any:
-        given = dict(self.symbolic_locals)
+        given = {name: _held(self, value) for name, value in self.symbolic_locals.items()}
         result = inline(self)  # only what is read becomes a node
         _note(self, given)
         return result
@@ -72,6 +72,18 @@ def _note(tracer: Any, given: Mapping[str, Any]) -> None:
             if node is not None:
                 known = node.meta.setdefault(_CUSTOM, {}).setdefault(FORMALS, {})
                 known[call] = tuple(dict.fromkeys((*known.get(call, ()), called)))
+
+
+def _held(tracer: Any, variable: Any) -> Any:
+    """What an argument is; one that an inner function reads, a comprehension too, is in a cell."""
+    from torch._dynamo.variables import CellVariable
+
+    side_effects = tracer.output.side_effects
+    if not isinstance(variable, CellVariable):
+        return variable
+    if not side_effects.has_pending_mutation_of_attr(variable, "cell_contents"):
+        return variable  # a variable that nothing is assigned to yet
+    return side_effects.load_cell(variable)
 
 
 def _items(variable: Any) -> Iterator[Any]:

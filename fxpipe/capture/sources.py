@@ -10,18 +10,22 @@ from fxpipe.capture.places import parse_stack, user_frames
 from fxpipe.ir import SourceLine
 from fxpipe.ops.source import short_path
 
+# Expressions that put values together, of which none is what the variable holds.
+_SEVERAL = (ast.Tuple, ast.List, ast.Dict, ast.ListComp, ast.DictComp)
+
 
 @dataclass(frozen=True, slots=True)
 class Statement:
     """One statement of the user's, in the function `function`; `source` is where it begins.
 
-    `returns` says that it is a `return`; `lists` are the variables that it appends to; `variables`
-    are all names that its file assigns anywhere.
+    `returns` says that it is a `return`; `assigns` is the one variable that it assigns to; `lists`
+    are the variables that it appends to; `variables` are all names that its file assigns anywhere.
     """
 
     source: SourceLine
     function: str
     returns: bool = False
+    assigns: str | None = None
     lists: tuple[str, ...] = ()
     variables: frozenset[str] = frozenset()
 
@@ -42,6 +46,7 @@ def statements(stack: str) -> tuple[Statement, ...]:
                 source=SourceLine(short_path(frame.filename), line, text),
                 function=frame.name,
                 returns=len(here) == 1 and isinstance(here[0], ast.Return),
+                assigns=_assigned_to(here[0]) if len(here) == 1 else None,
                 lists=tuple(name for statement in here for name in _appended_to(statement)),
                 variables=file.variables,
             )
@@ -83,6 +88,13 @@ def _assigned(tree: ast.AST) -> Iterator[str]:
 
 def _simple(statement: ast.stmt) -> bool:
     return not hasattr(statement, "body")
+
+
+def _assigned_to(statement: ast.stmt) -> str | None:
+    match statement:
+        case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, value):
+            return None if isinstance(value, _SEVERAL) else name
+    return None
 
 
 def _appended_to(statement: ast.stmt) -> Iterator[str]:

@@ -1,7 +1,9 @@
 """What a person would call each value: the user's own variable, else a word for what it is.
 
-Dynamo names a value after the variable that it is assigned to first. What is part of a longer
-expression has no variable: it is called after the module or function that made it.
+Dynamo names a value after the variable that it is assigned to first, but for variables that inner
+functions read, and for what an nn.Sequential makes, whose own variable it takes: there the user's
+statement is read. What is part of a longer expression has no variable: it is called after the
+module or function that made it.
 """
 
 import dataclasses
@@ -84,9 +86,27 @@ def _variable(node: fx.Node, result: str | None, modules: Mapping[str, nn.Module
         return base(node.meta["variable"])
     if named_by_user(node):
         return base(node.name)
+    assigned = _assigned(node)
+    if assigned is not None:
+        return assigned
     made = result or _list_item(node) or _maker(node, modules) or _form_of(node)
     node.meta[NAMED] = "word" if made is None else "maker"
     return made or _word(node)
+
+
+def _assigned(node: fx.Node) -> str | None:
+    """The variable that the user's statement assigns it to, or that of who called what returns it.
+
+    Where that reads the value too, as a loop does that begins anew, it can't be told.
+    """
+    frames = node.meta.get("frames", ())
+    for depth, statement in reversed([*enumerate(node.meta.get("statements", ()), 1)]):
+        if any(user.meta.get("frames", ())[:depth] == frames[:depth] for user in node.users):
+            return None
+        if not statement.returns:
+            name: str | None = statement.assigns
+            return name
+    return None
 
 
 def _list_item(node: fx.Node) -> str | None:

@@ -179,6 +179,33 @@ def test_an_input_is_called_as_the_parameter_that_it_is_whatever_the_line_reads_
     assert "self.mix(gate) * x" in gated
 
 
+def test_arguments_that_a_comprehension_reads_keep_their_names(tmp_path):
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(6, 12)
+
+        def forward(self, query, scale):
+            left, right = (half * scale for half in self.mix(query).chunk(2, dim=1))
+            query = left.exp() + right
+            return query * (query > 0)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Heads() for _ in range(4))
+
+        def forward(self, x):
+            scale = x.mean(1, keepdim=True)
+            for layer in self.layers:
+                x = layer(x, scale)
+            return x
+
+    package = verified(Net, rows, tmp_path, devices="cpu*1")
+    (heads,) = classes(package).values()
+    assert "def forward(self, query: Tensor, scale: Tensor) -> Tensor:" in heads
+
+
 def test_a_variant_is_called_by_what_only_it_has(tmp_path):
     class Residual(nn.Module):
         def __init__(self, downsample):
