@@ -184,11 +184,11 @@ def test_arguments_that_a_comprehension_reads_keep_their_names(tmp_path):
         def __init__(self):
             super().__init__()
             self.mix = nn.Linear(6, 12)
+            self.out = nn.Linear(6, 6)
 
         def forward(self, query, scale):
-            left, right = (half * scale for half in self.mix(query).chunk(2, dim=1))
-            query = left.exp() + right
-            return query * (query > 0)
+            left, right = (self.out(half) for half in self.mix(query).chunk(2, dim=1))
+            return left.exp() + right * scale
 
     class Net(nn.Module):
         def __init__(self):
