@@ -26,8 +26,9 @@ def initial_values(tensor: Tensor, sizes: Sequence[Any]) -> str:
         if first in (0.0, 1.0):
             return filled("ones" if first else "zeros", tensor, sizes)
         return f"{filled('ones', tensor, sizes)} * {first:.6g}"
-    deviation = float(flat.double().std())
-    return f"{filled('randn', tensor, sizes)} * {deviation:.1g}"
+    deviation = f"{float(flat.double().std()):.1g}"
+    values = filled("randn", tensor, sizes)
+    return values if deviation == "1" else f"{values} * {deviation}"
 
 
 def filled(kind: str, tensor: Tensor, sizes: Sequence[Any]) -> str:

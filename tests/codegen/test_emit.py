@@ -16,6 +16,7 @@ from ruff import find_ruff_bin
 from torch import nn
 
 import fxpipe
+from fxpipe.codegen.initial import initial_values
 from fxpipe.runtime.random import microbatch_seeds
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -163,3 +164,8 @@ def test_what_comments_alone_name_is_not_imported():
     text = package.files["stage_0.py"]
     assert "math.sqrt" in text  # the user's line
     assert "import math" not in text
+
+
+def test_what_begins_as_plain_noise_is_scaled_by_nothing():
+    assert initial_values(torch.randn(200), (200,)) == "torch.randn(200)"
+    assert initial_values(torch.randn(200) / 10, (200,)) == "torch.randn(200) * 0.1"
