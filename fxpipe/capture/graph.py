@@ -150,9 +150,8 @@ class _Builder:
                 hand_on(formals_of(node), moved)
                 _make_on_device(moved)
             return moved
-        stack = [key for key in node.meta.get("nn_module_stack", {}) if self.names.module(key)]
-        module = self.names.module(stack[-1]) if stack else ""
-        assert module is not None
+        stack = self.names.paths(node.meta.get("nn_module_stack", {}))
+        module, call = stack[-1] if stack else ("", "")
 
         def new(old: fx.Node) -> Argument:
             return self.read(self.values[old], module)
@@ -170,8 +169,8 @@ class _Builder:
         made.meta = {
             "val": node.meta.get("example_value"),
             "module": module,
-            "call": stack[-1] if stack else "",
-            "stack": tuple((self.names.module(key), key) for key in stack),
+            "call": call,
+            "stack": stack,
             "source": _source(node),
             "frames": tuple(statement.source for statement in _statements(node)),
             "statements": _statements(node),

@@ -1,6 +1,6 @@
 """The model's own names: of modules by identity, of parameters, buffers and tensor attributes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -12,22 +12,32 @@ from fxpipe.memory import storage_of
 class ModelNames:
     """Which names each module and tensor of a model has, first one first, in the model's order.
 
-    `saved` are the names that a state_dict has.
+    `stateless` are modules without tensors and without modules of their own; `saved` are the names
+    that a state_dict has.
     """
 
     modules: dict[int, list[str]]
+    stateless: frozenset[int]
     tensors: dict[int, list[str]]
     state: dict[str, Tensor]
     saved: frozenset[str]
 
-    def module(self, stack_key: str) -> str | None:
-        """The path of the module that a key of `nn_module_stack` stands for.
+    def paths(self, stack: Iterable[str]) -> tuple[tuple[str, str], ...]:
+        """The path of each module in `nn_module_stack` that is the model's, and its key there.
 
-        Keys are `str(id(module))`, with `@n` behind it on the n-th repeated call.
+        Keys are `str(id(module))`, with `@n` behind it on the n-th repeated call. Of a module
+        without state, as an activation that many blocks share, each block has one of its own.
         """
-        number = stack_key.partition("@")[0]
-        found = self.modules.get(int(number)) if number.isdigit() else None
-        return found[0] if found else None
+        found: list[tuple[str, str]] = []
+        for key in stack:
+            number = key.partition("@")[0]
+            names = self.modules.get(int(number), []) if number.isdigit() else []
+            above = found[-1][0] if found else ""
+            near = [name for name in names if name.rpartition(".")[0] == above]
+            if names:
+                own = near if int(number) in self.stateless else []
+                found.append(((own or names)[0], key))
+        return tuple(found)
 
     def tensor(self, tensor: Tensor, module: str) -> str | None:
         """The name under which `module` would call `tensor`, else its first name.
@@ -50,7 +60,9 @@ class ModelNames:
 
     def copy(self) -> "ModelNames":
         """The same names, to which constants can be added."""
-        return ModelNames(self.modules, dict(self.tensors), dict(self.state), self.saved)
+        return ModelNames(
+            self.modules, self.stateless, dict(self.tensors), dict(self.state), self.saved
+        )
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -68,7 +80,18 @@ def model_names(model: nn.Module) -> ModelNames:
     tensors: dict[int, list[str]] = {}
     for name, tensor in state.items():
         tensors.setdefault(id(tensor), []).append(name)
-    return ModelNames(modules, tensors, state, frozenset(saved))
+    stateless = {
+        id(module)
+        for module in model.modules()
+        if not any(isinstance(kept, Tensor | nn.Module) for kept in _kept(module))
+    }
+    return ModelNames(modules, frozenset(stateless), tensors, state, frozenset(saved))
+
+
+def _kept(module: nn.Module) -> Iterator[object]:
+    """All attributes of a module, its tensors and modules among them."""
+    for kept in (vars(module), module._parameters, module._buffers, module._modules):
+        yield from kept.values()
 
 
 def derived(model: nn.Module, state: Mapping[str, Tensor]) -> set[str]:

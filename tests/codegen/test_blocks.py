@@ -289,6 +289,31 @@ def test_whole_layers_beside_a_divided_one_are_made_in_one_line(tmp_path):
     )
 
 
+def test_an_activation_that_blocks_share_is_in_each_of_them(tmp_path):
+    class Block(nn.Module):
+        def __init__(self, act):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 6), act, nn.Linear(6, 6))
+            self.act = act
+
+        def forward(self, x):
+            return x + self.act(self.body(x))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            act = nn.ReLU()
+            self.layers = nn.Sequential(*(Block(act) for _ in range(6)))
+
+        def forward(self, x):
+            return self.layers(x)
+
+    package = verified(Net, rows, tmp_path)
+    (block,) = classes(package).values()
+    assert block.count("nn.ReLU()") == 2
+    assert "layers.*" in block
+
+
 def test_a_module_that_is_called_twice_is_one_module(tmp_path):
     class Twice(Layers):
         def forward(self, x):
