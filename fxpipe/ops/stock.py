@@ -8,6 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+# What a class may have of its own and still run as the one that it inherits from.
+_SAYS_NOTHING_OF_FORWARD = {
+    *("__init__", "reset_parameters", "__module__", "__qualname__", "__doc__", "__annotations__"),
+    *("__firstlineno__", "__static_attributes__"),  # from Python 3.13 on
+}
+
 
 @dataclass(frozen=True, slots=True)
 class StockModule:
@@ -27,15 +33,16 @@ class StockModule:
 def stock_module(module: nn.Module) -> StockModule | None:
     """How `module` is rebuilt but for its values.
 
-    None unless the class is one of `torch.nn` itself, without hooks or changed methods, and the
-    expression, evaluated on the meta device, gives a module with the same state and settings.
+    None unless the class is one of `torch.nn`, or has but a constructor of its own, without hooks
+    or changed methods, and the expression, evaluated on the meta device, gives a module with the
+    same state and settings.
     """
-    kind = type(module)
-    if not kind.__module__.startswith("torch.nn.modules.") or getattr(nn, kind.__name__, 0) != kind:
+    kind = _class_of_torch(type(module))
+    if kind is None:
         return None
     if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
         return None
-    arguments = _arguments(module)
+    arguments = _arguments(module, kind)
     if arguments is None or not _rebuilds(_expression(kind, arguments), module):
         return None
     for name, value in arguments.items():
@@ -63,12 +70,23 @@ def forward_takes_one(module: nn.Module) -> bool:
     return len(inspect.signature(type(module).forward).parameters) == 2
 
 
-def _arguments(module: nn.Module) -> dict[str, Any] | None:
+def _class_of_torch(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class of `torch.nn` that `kind` is, or is but for how it is made."""
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch.nn.modules."):
+            public = getattr(nn, base.__name__, None) is base
+            return base if public and base is not nn.Module else None
+        if not _SAYS_NOTHING_OF_FORWARD.issuperset(vars(base)):
+            return None
+    return None
+
+
+def _arguments(module: nn.Module, kind: type[nn.Module]) -> dict[str, Any] | None:
     """Constructor arguments read back from the attributes that torch.nn keeps under their names."""
     found: dict[str, Any] = {}
-    if type(module).__init__ is nn.Module.__init__:
+    if kind.__init__ is nn.Module.__init__:
         return found
-    for name, parameter in inspect.signature(type(module)).parameters.items():
+    for name, parameter in inspect.signature(kind).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             return None
         if name == "device" or name.startswith("_"):

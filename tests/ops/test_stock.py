@@ -35,8 +35,24 @@ def test_the_shortest_call_that_rebuilds_the_module(text):
     assert constructor(eval(text)) == text
 
 
+class Shift(nn.Conv2d):
+    def __init__(self):
+        super().__init__(3, 3, kernel_size=1)
+
+
+def test_a_class_with_but_a_constructor_of_its_own_is_that_of_torch():
+    assert constructor(Shift()) == "nn.Conv2d(3, 3, 1)"
+
+
 class Mine(nn.Linear):
-    pass
+    def forward(self, input):
+        return super().forward(input)
+
+
+class Noted(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.scale = 3  # which nobody knows what reads
 
 
 def hooked():
@@ -55,6 +71,6 @@ def normed():
     return nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("make", [lambda: Mine(2, 2), hooked, changed, normed])
+@pytest.mark.parametrize("make", [lambda: Mine(2, 2), Noted, hooked, changed, normed])
 def test_a_module_that_is_more_than_its_constructor_is_not_stock(make):
     assert constructor(make()) is None
