@@ -1,21 +1,21 @@
 """The search: cuts, stages a device, map, order of actions and recomputation, all together.
 
 1. Every named schedule on cuts of equal time is a first answer.
-2. For each *shape*, a map of stages to devices (round and round, or back and forth, one to several
-   stages a device), stages are made alike, forward and backward, where messages are short: with no
-   more micro-batches than devices, all wait for the longest of neighbouring stages. From the best
-   of them, cuts are moved as in Pfeife (Jhoo et al., ICML 2025, section 4): one by 1 to 10 places,
-   the others in proportion, or a few together; of several such moves, the one after which the step
-   is likely to be shortest. Ours move the price of memory too, at which a device computes blocks
-   again, and, where halves of a backward take longer than a whole one, of how many micro-batches
-   it is halved. What a move is worth is told by a step in which each device chooses what it runs
-   (rank_kernel.attempt). Where there is time, several climb from each shape, with chance of their
-   own; those that fall behind are dropped.
-3. From the best of those, moves go on that keep the order of actions and better it by tabu search
-   (refine.py). Where nothing fits yet, most of the work goes to 2.
-4. Neighbouring stages of one device, and halves of backwards, are put together where nothing is
+   So are, for each *shape*, a map of stages to devices (round and round, or back and forth, one to
+   several stages a device), stages of equal time, at the lowest price of memory at which that fits.
+2. Others are drawn, of any number of stages, made alike but for the first and the last (forms.py).
+3. From the best of them, cuts are moved as in Pfeife (Jhoo et al., ICML 2025, section 4): one by 1
+   to 10 places, the others in proportion, or a few together; of several such moves, the one after
+   which the step is likely to be shortest. Ours move the price of memory too, at which a device
+   computes blocks again, and, where halves of a backward take longer than a whole one, of how many
+   micro-batches it is halved. What a move is worth is told by a step in which each device chooses
+   what it runs (rank_kernel.attempt). Where there is time, several climb from each, with chance of
+   their own; those that fall behind are dropped.
+4. From the best of those, moves go on that keep the order of actions and better it by tabu search
+   (refine.py). Where nothing fits yet, most of the work goes to 3.
+5. Neighbouring stages of one device, and halves of backwards, are put together where nothing is
    lost by it (tidy.py, order_whole.py).
-5. Where memory is short, it is weighed against named schedules (named.py).
+6. Where memory is short, it is weighed against named schedules (named.py).
 
 Climbs go side by side in as many threads as there are workers. What a search does hangs on `seed`
 and on the actions that it simulates, for which the time limit and the number of workers stand; the
@@ -27,15 +27,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from random import Random
-
-import numpy as np
-from numpy.typing import NDArray
 
 from fxpipe.passes import order
 from fxpipe.passes.bound.lower import bytes_free, lower_bound_ms
 from fxpipe.passes.partition_path import even_path
+from fxpipe.passes.search.forms import Forms
 from fxpipe.passes.search.judge import Candidate, Found, Judge, SearchProblem, shapes
 from fxpipe.passes.search.moves import moved
 from fxpipe.passes.search.refine import refined
@@ -47,17 +44,14 @@ _WORK_PER_SECOND = 1_500_000
 # What comes after the search, of its time.
 _FINISH_S = 0.4
 _LATE = 30  # moves: a change that is no worse than what stood so long ago is kept
-# Shares of the work: to align stages, and for moves in rounds, each with half of the climbs left,
-# or of those where nothing fits yet or the order is given. The rest is for moves with an order.
-_ALIGN, _MOVES, _MOVES_ALONE = 0.1, 0.4, 0.7
+# Shares of the work: for forms, and where memory is short or the order is given; for moves, in
+# rounds, each with half of the climbs left, and where nothing fits yet or the order is given. The
+# rest is for moves with an order.
+_FORMS, _FORMS_SHORT = 0.3, 0.1
+_MOVES, _MOVES_ALONE = 0.35, 0.7
 # A climb soon comes to where it stays: for each so many actions of work there is another one of
 # each shape, up to so many.
 _ANOTHER, _MOST_CLIMBS = 8_000_000, 8
-# What the first and the last stage are to the others where stages are made alike, what a message
-# counts, how often shares follow what devices had too much to do, and how far.
-_ENDS = ((1.0, 1.0), (0.6, 0.6), (0.3, 0.6))
-_PRICES, _ALIGNED, _STEP = (0.3, 1.0), 4, 0.7
-_PAIRS = 130  # of places: as many are looked at, to make stages alike, in the time of an action
 _BEGUN = 8  # climbs that go on from there
 # Moves of the last order where stages were moved a little, and how often that is done; moves that
 # the order of a climb begins to be refined with.
@@ -75,7 +69,10 @@ class _Climb:
     late: list[tuple[int, float]]
     random: Random
     moves: int = 0
-    work: float = 0.0  # to begin
+
+
+def _climb_from(found: Found, random: Random) -> _Climb:
+    return _Climb(found, found, [found.worth] * _LATE, random)
 
 
 class Search:
@@ -121,27 +118,31 @@ class Search:
             # The first step of a process waits for machine code, and the first move.
             self._refined(climbs[0].best, Random(self.seed))
             self.ends_at = time.monotonic() + self.time_limit_s
-            list(pool.map(partial(self._align, work=_ALIGN * self.budget / len(climbs)), climbs))
-            climbs = sorted(climbs, key=lambda climb: climb.best.worth)[:_BEGUN]
+            first = min((climb.best for climb in climbs), key=lambda found: found.worth)
+            alone = self.problem.table is not None or first.worth[0] > 0
+            for_forms = _FORMS_SHORT if alone or any(first.candidate.prices) else _FORMS
+            for_moves = _MOVES_ALONE if alone else _MOVES
+            climbs = self._formed(pool, climbs, first, for_forms * self.budget)
             climbs += [
                 replace(climb, late=[*climb.late], random=Random(f"{self.seed} {k}"))
                 for k, climb in enumerate(climbs * (self.n_climbs - 1))
             ]
             n_rounds = max(1, len(climbs).bit_length() - 1)
-            alone = self.problem.table is not None or all(one.best.worth[0] for one in climbs)
-            share = _MOVES_ALONE if alone else _MOVES
             for _ in range(n_rounds):
-                work = share / n_rounds * self.budget / len(climbs)
+                work = for_moves / n_rounds * self.budget / len(climbs)
                 list(pool.map(partial(self._climb, work=work, move=self._tried), climbs))
                 climbs.sort(key=lambda climb: climb.best.worth)
                 climbs = climbs[: max(2, len(climbs) // 2)]
-            work = (1 - _ALIGN - share) * self.budget / len(climbs)
+            work = (1 - for_forms - for_moves) * self.budget / len(climbs)
             list(pool.map(partial(self._refine, work=work), climbs))
         return min((climb.best for climb in climbs), key=lambda found: found.worth)
 
     def _is_over(self, climb: _Climb) -> bool:
         """Whether the time is, or nothing better can be found."""
-        over, step_ms = climb.best.worth
+        return self._is_enough(climb.best)
+
+    def _is_enough(self, found: Found) -> bool:
+        over, step_ms = found.worth
         best_there_is = not over and step_ms <= self.bound_ms * (1 + 1e-6)
         return best_there_is or time.monotonic() > self.ends_at
 
@@ -158,14 +159,13 @@ class Search:
         of_tables = [*pool.map(self._begin, (t.stage_to_device for t in named), named)]
         chosen = [s for s in shapes(problem.n_devices, problem.loops) if len(s) <= most]
         of_shapes = [*pool.map(self._begin, chosen)]
-        self.budget -= sum(climb.work for climb in (*of_tables, *of_shapes))
+        self.budget -= sum(climb.best.work for climb in (*of_tables, *of_shapes))
         best = sorted(of_tables, key=lambda climb: climb.best.worth)[:_NAMED]
         return [*([] if self._start is None else [self._resumed(self._start)]), *best, *of_shapes]
 
     def _resumed(self, start: Found) -> _Climb:
         random = Random(self.seed)
-        found = self._settled(start, random)
-        return _Climb(found, found, [found.worth] * _LATE, random, work=found.work)
+        return _climb_from(self._settled(start, random), random)
 
     def _begin(self, shape: tuple[int, ...], table: Schedule | None = None) -> _Climb:
         """Equal times, and the lowest price of memory at which that fits."""
@@ -185,25 +185,23 @@ class Search:
             work += tried.work
             found = min(found, tried, key=lambda one: one.worth)
         random = Random(f"{self.seed} {shape} {table is None}")
-        return _Climb(found, found, [found.worth] * _LATE, random, work=work)
+        return _climb_from(replace(found, work=work), random)
 
-    def _align(self, climb: _Climb, work: float) -> None:
-        """Stages alike, then smaller ones for devices that have more to do than others."""
-        candidate, p = climb.best.candidate, self.problem.n_devices
-        groups = (1, p, self.problem.n_microbatches)
-        for ends, price in product(_ENDS, _PRICES):
-            shares = tapered(len(candidate.device_of), p, *ends)
-            for _ in range(_ALIGNED):
-                if work <= 0 or self._is_over(climb):
-                    return
-                aligned = replace(candidate, path=self.judge.alike(shares, price))
-                found = self.judge(aligned, groups, 2)
-                work -= found.work + len(self.problem.edges) ** 2 / _PAIRS
-                if found.worth < climb.best.worth:
-                    climb.here = climb.best = found
-                    climb.late = [found.worth] * _LATE
-                    self._tell(found)
-                shares = shares * self.judge.leisure(aligned) ** _STEP
+    def _formed(
+        self, pool: Executor, begun: list[_Climb], first: Found, work: float
+    ) -> list[_Climb]:
+        """The best of what is begun, `first` of all, and of the forms of each map of stages."""
+        drawn = [
+            Forms(self.judge, first, Random(f"{self.seed} {k}")) for k in range(self.n_workers)
+        ]
+        list(pool.map(lambda forms: forms.draw(work / len(drawn), self._is_enough), drawn))
+        best: dict[tuple[int, ...], Found] = {}
+        for device_of, found in (one for forms in drawn for one in forms.best.items()):
+            best[device_of] = min(best.get(device_of, found), found, key=lambda one: one.worth)
+        of_forms = [_climb_from(one, Random(f"{self.seed} {at}")) for at, one in best.items()]
+        climbs = sorted((*begun, *of_forms), key=lambda climb: climb.best.worth)[:_BEGUN]
+        self._tell(climbs[0].best)
+        return climbs
 
     def _climb(self, climb: _Climb, work: float, move: Callable[[Found, Random], Found]) -> None:
         """Moves, as long as they simulate no more than `work` actions."""
@@ -250,19 +248,6 @@ class Search:
         if here.worth[0] or self.problem.table is not None:
             return self._tried(here, random)
         return refined(self.judge, here, random)
-
-
-def tapered(n_stages: int, n_devices: int, first: float, last: float) -> NDArray[np.float64]:
-    """Shares of stages that grow from `first` at the begin, and fall to `last` at the end.
-
-    Others have 1; as many stages grow and as many fall as there are devices, for that is how many
-    the last device waits for, there and back.
-    """
-    shares = np.ones(n_stages)
-    for k in range(min(n_devices, n_stages)):
-        shares[k] *= first + (1 - first) * k / n_devices
-        shares[-1 - k] *= last + (1 - last) * k / n_devices
-    return shares
 
 
 def tables(n_devices: int, n_microbatches: int, loops: Sequence[int]) -> Iterator[Schedule]:

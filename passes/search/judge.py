@@ -146,11 +146,15 @@ class Judge:
 
     def __call__(self, candidate: Candidate, groups: Sequence[int], rounds: int) -> Found:
         """The best step of `candidate` from these first ranks, with and without patience."""
+        policies = [(group, patience) for group in dict.fromkeys(groups) for patience in (0.0, 1.0)]
+        return self.by(candidate, policies, rounds)
+
+    def by(self, candidate: Candidate, policies: Sequence[tuple[int, float]], rounds: int) -> Found:
+        """The best step of `candidate` by these policies: a group of first ranks, and patience."""
         if candidate.table is not None:
             return self._following(candidate, candidate.table)
         split = self._split(candidate)
         numbers, _ = self.numbers(candidate)
-        policies = [(group, patience) for group in dict.fromkeys(groups) for patience in (0.0, 1.0)]
         over, step_ms, work, ran = kernel.attempt(
             numbers,
             split,

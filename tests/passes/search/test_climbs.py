@@ -17,7 +17,7 @@ from fxpipe.passes.checkpoints import place
 from fxpipe.passes.partition_costs import evaluate
 from fxpipe.passes.partition_path import even_path
 from fxpipe.passes.search import climbs
-from fxpipe.passes.search.climbs import Search, table_of, tapered
+from fxpipe.passes.search.climbs import Search, table_of
 from fxpipe.passes.search.judge import Candidate, Judge, shapes
 from fxpipe.passes.search.plan import LOOPS, chain_loops, runs
 from fxpipe.passes.search.shift_kernel import critical_counts, critical_ms
@@ -344,25 +344,6 @@ def test_blocks_that_take_no_time_are_cut_as_well() -> None:
 
     assert searched(problem(nothing, 2, 2)).gap == pytest.approx(1.0)
     assert searched(problem(some, 2, 2)).estimate.step_ms == pytest.approx(4.0, rel=0.1)
-
-
-def test_tapers_grow_at_the_begin_and_shrink_at_the_end() -> None:
-    assert tapered(8, 2, 0.5, 0.1) == pytest.approx([0.5, 0.75, 1, 1, 1, 1, 0.55, 0.1])
-    assert tapered(3, 4, 1.0, 1.0).tolist() == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize("p", [4, 8])
-def test_smaller_stages_at_both_ends_are_sooner_begun_and_sooner_done(p: int) -> None:
-    chain = plain([block(f"b{k}", weight_gradient_ms=1.0) for k in range(60 * p)], 0)
-    judge = Judge(problem(chain, p, 2 * p, network=Network(Link(0.0, 1e6))))
-    shape = tuple(range(p)) * 3
-
-    def step_ms(first: float, last: float) -> float:
-        path = judge.alike(tapered(len(shape), p, first, last), price=1.0)
-        return judge(Candidate(path, shape, (0,) * len(shape), 2 * p), (1, p), 2).worth[1]
-
-    computing_ms = 2 * p * 60 * 3
-    assert step_ms(0.3, 0.3) - computing_ms < 0.8 * (step_ms(1.0, 1.0) - computing_ms)
 
 
 def test_a_bare_chain_may_be_cut_into_more_stages_a_device() -> None:

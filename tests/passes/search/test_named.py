@@ -76,7 +76,7 @@ def hurried_ms(asked: SearchProblem) -> float:
     return searched(asked, time_limit_s=2.0).estimate.step_ms
 
 
-@pytest.mark.parametrize("seed", [0, 1, 5, 7])
+@pytest.mark.parametrize("seed", [0, 1, 5, 9])
 def test_where_memory_is_short_a_search_takes_a_named_schedule_that_is_shorter(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
