@@ -1,13 +1,13 @@
 """Linearization: the graph as a chain of blocks, and what crosses each place between them."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from torch import fx, nn
 
 from fxpipe.ir import Block, Capture, Chain, OpCost, Profile, Value, own_storage
+from fxpipe.ops.fullest import fullest
 from fxpipe.ops.liveness import Needed, workspaces
 from fxpipe.passes.linearize_blocks import blocks_of, state_of_call
 
@@ -27,18 +27,17 @@ def linearize(capture: Capture, profile: Profile) -> Chain:
             readers.setdefault(used.name, set()).add(k)
     for name in capture.outputs:
         readers.setdefault(name, set()).add(len(blocks))
-    values = []
+    loss = profile.loss
+    values: list[Value] = []
     for name, producer in block_of.items():
         consumers = tuple(sorted(readers.get(name, set()) - {producer}))
         if consumers and name in capture.specs:
             spec = capture.specs[name]
             n_bytes = spec.bytes({**capture.sizes, "batch": profile.batch})
-            values.append(Value(name, n_bytes, producer, consumers, spec.requires_grad))
+            value = Value(name, n_bytes, producer, consumers, spec.requires_grad)
+            values += _apart(value, len(blocks)) if loss and name in loss.unused else [value]
     order = [name for block in blocks for name in block]
-    loss = profile.loss
-    needed, loss_bytes = workspaces(
-        capture, profile.costs, order, profile.batch, loss.peak_bytes if loss else None
-    )
+    needed, loss_bytes = workspaces(capture, profile.costs, order, profile.batch, loss)
     # The caller gives their gradients, which a stage holds as what it is given.
     returned = {v.name: v.bytes for v in values if v.gradient and v.consumers[-1] == len(blocks)}
     *others, last = (
@@ -55,6 +54,14 @@ def linearize(capture: Capture, profile: Profile) -> Chain:
         divides=tuple(_divides(capture, nodes, blocks)),
         action_ms=profile.action_ms,
     )
+
+
+def _apart(value: Value, caller: int) -> Iterator[Value]:
+    """What blocks read of a value, and what the caller is sent, who gives no gradient of it."""
+    readers = tuple(k for k in value.consumers if k != caller)
+    if readers:
+        yield replace(value, consumers=readers)
+    yield replace(value, name=f"{value.name}/returned", consumers=(caller,), gradient=False)
 
 
 def _divides(
@@ -86,29 +93,23 @@ def _block(
     parameters: dict[str, int] = {}
     buffers: dict[str, int] = {}
     trained: dict[str, int] = {}
-    halves = []
-    backward_bytes = 0
     states = [_state(capture, node) for node in nodes]
-    readers = Counter(name for weights, _ in states for name in weights)
-    for node, cost, (weights, others) in zip(nodes, costs, states, strict=True):
-        alone = sum(size for name, size in weights.items() if readers[name] == 1)
-        added = min(cost.added_bytes, alone)
-        backward_bytes = max(backward_bytes, needed[node.name].backward_bytes - added)
-        halves.append(_halves(cost, needed[node.name], sum(weights.values()), added))
+    for cost, (weights, others) in zip(costs, states, strict=True):
         parameters |= weights
         trained |= {name: n for name, n in weights.items() if name not in cost.shapes_of}
         buffers |= others
     written = {storage for node in nodes for storage in capture.ops[node.name].mutates}
-    own = [needed[node.name] for node in nodes]
+    names = [node.name for node in nodes]
+    most = fullest(names, costs, [needed[name] for name in names], [read for read, _ in states])
     return Block(
-        ops=tuple(node.name for node in nodes),
+        ops=tuple(names),
         forward_ms=sum(cost.forward_ms for cost in costs),
         backward_ms=sum(cost.backward_ms for cost in costs),
         saved=tuple({name: size for cost in costs for name, size in cost.saved}.items()),
         parameters=tuple(parameters.items()),
         buffers=tuple(buffers.items()),
-        forward_workspace_bytes=max(op.forward_bytes for op in own),
-        backward_workspace_bytes=backward_bytes,
+        forward_workspace_bytes=most.forward_bytes,
+        backward_workspace_bytes=most.backward_bytes,
         weight_gradient_ms=sum(cost.weight_gradient_ms for cost in costs),
         arriving_bytes=sum(
             max(0, cost.arriving_bytes - returned.get(node.name, 0))
@@ -116,11 +117,10 @@ def _block(
         ),
         halving_ms=sum(cost.halving_ms for cost in costs),
         written_bytes=sum(size for name, size in buffers.items() if own_storage(name) in written),
-        input_workspace_bytes=max(of_inputs for of_inputs, _ in halves),
-        weight_workspace_bytes=max(of_weights for _, of_weights in halves),
-        # What only some of the ops find there may not be what is there at the fullest.
-        waiting=frozenset.intersection(*(op.waiting for op in own)),
-        returning=frozenset.intersection(*(op.returning for op in own)),
+        input_workspace_bytes=most.input_bytes,
+        weight_workspace_bytes=most.weight_bytes,
+        waiting=most.waiting,
+        returning=most.returning,
         trained=tuple(trained.items()),
     )
 
@@ -140,15 +140,3 @@ def _state(capture: Capture, node: fx.Node) -> tuple[dict[str, int], dict[str, i
         {name: t.nbytes for name, t in state.items() if name in trained},
         {name: t.nbytes for name, t in state.items() if name not in trained},
     )
-
-
-def _halves(cost: OpCost, needed: Needed, weight_bytes: int, added: int) -> tuple[int, int]:
-    """What an op needs in the first half of a backward and in the second.
-
-    In the second no gradients are on their way; those of weights are as large as these, but for
-    what is `added` to what is there.
-    """
-    backward = needed.backward_bytes
-    if cost.arriving_bytes:
-        return backward - weight_bytes, cost.backward_bytes - added
-    return (0, backward) if cost.weight_gradient_ms else (backward, 0)

@@ -92,6 +92,58 @@ def test_what_a_head_joins_is_held_no_longer_than_predicted(tmp_path, checkpoint
     assert_held(package, tmp_path, squares, None, images)
 
 
+class Remembers(nn.Module):
+    """Layers that return what they computed beside the answer, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        returned = {}
+        for k, layer in enumerate(self.layers):
+            queries, keys, values = layer(x).chunk(3, -1)
+            returned[f"keys {k}"], returned[f"values {k}"] = keys.sigmoid(), values.exp()
+            x = x + queries * returned[f"keys {k}"] * returned[f"values {k}"]
+        return {"answer": x, **returned}
+
+
+class Reads(nn.Module):
+    """Recurrent layers: one op of many steps, whose backward lets go of them one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.GRU(8, 32, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.read(x)[0])
+
+
+def answer_squares(output: dict[str, Tensor], target: object) -> Tensor:
+    return output["answer"].square().mean()
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "width"), [(Remembers, answer_squares, WIDTH), (Reads, squares, 8)]
+)
+def test_what_gets_no_gradient_and_what_goes_on_the_way_back_is_not_predicted(
+    tmp_path, model, loss_fn, width, checkpoint
+):
+    x = torch.randn(16, 16, width)
+    package = fxpipe.compile(
+        model(),
+        (x,),
+        devices="cpu*1",
+        microbatches=4,
+        schedule="1f1b",
+        checkpoint=checkpoint,
+        loss_fn=loss_fn,
+    )
+    assert_held(package, tmp_path, loss_fn, None, x)
+
+
 def assert_held(package, folder, loss_fn, target, *inputs) -> None:
     """A lane holds no more than predicted, and not much less: no lane but those of a few bytes."""
     pipe = fxpipe.load(package.write(folder / "out", weights=True))

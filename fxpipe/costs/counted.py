@@ -13,6 +13,21 @@ from fxpipe.runtime import stream
 T = TypeVar("T")
 
 
+def bytes_added(first: Callable[[], T], then: Callable[[T], object], device: torch.device) -> int:
+    """The most bytes that `then`, given what `first` gives, holds beside what that has left.
+
+    What it lets go of makes room, as what a backward has used of the graph that `first` made.
+    """
+    with _Made() as made:
+        given = first()
+        left = made.peak = made.held_bytes
+        stream.reset_peak_bytes(device)
+        before = stream.peak_bytes(device)
+        then(given)
+    after = stream.peak_bytes(device)
+    return made.peak - left if before is None or after is None else after - before
+
+
 def most_bytes(run: Callable[[], T], device: torch.device) -> tuple[T, int]:
     """What `run` gives, and the most bytes that its ops held of what they made.
 
@@ -46,5 +61,10 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = tensor.untyped_storage()
                 self._held[address] = storage.nbytes()
                 weakref.finalize(storage, self._held.pop, address, None)
-        self.peak = max(self.peak, sum(self._held.values()))
+        self.peak = max(self.peak, self.held_bytes)
         return result
+
+    @property
+    def held_bytes(self) -> int:
+        """What is there of it now."""
+        return sum(self._held.values())

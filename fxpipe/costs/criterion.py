@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -37,12 +38,13 @@ class Loss(NamedTuple):
 class Criterion:
     """`loss_fn(output, target)` of the first micro-batch, as the pipeline's end takes it.
 
-    `trained[k]` says whether output k has a gradient.
+    `names[k]` is the value that output k is, and `trained[k]` says whether it has a gradient.
     """
 
     loss_fn: LossFn
     target: Any
     structure: Structure
+    names: tuple[str, ...]
     trained: tuple[bool, ...]
 
     @classmethod
@@ -53,6 +55,7 @@ class Criterion:
             loss.loss_fn,
             split_target(loss.target, rows)[0],
             in_mode(capture.output_structure, training=True),
+            tuple(capture.outputs),
             tuple(
                 name in capture.specs and capture.specs[name].requires_grad
                 for name in capture.outputs
@@ -84,14 +87,21 @@ class Criterion:
 
     def cost(self, outputs: Outputs, clock: Clock, device: torch.device) -> LossCost:
         """What that takes by `clock`, and what is there at its fullest."""
-
-        def of_copies() -> object:
-            copies = [None if output is None else output.clone() for output in outputs]
-            made = self._forward(copies)
-            del copies
-            return self._backward(*made)
-
         with torch.enable_grad():
             ms = clock(self.gradients, lambda: outputs)
+            found = zip(self.names, self.gradients(outputs), strict=True)
+            used = {name for name, gradient in found if gradient is not None}
+            trained = dict.fromkeys(compress(self.names, self.trained))
+            unused = tuple(name for name in trained if name not in used)
+
+            def of_copies() -> object:
+                copies = [
+                    output if output is None or name in unused else output.clone()
+                    for name, output in zip(self.names, outputs, strict=True)
+                ]
+                made = self._forward(copies)
+                del copies
+                return self._backward(*made)
+
             _, n_bytes = most_bytes(of_copies, device)
-        return LossCost(ms, n_bytes)
+        return LossCost(ms, n_bytes, unused)

@@ -18,6 +18,7 @@ from fxpipe.costs.op_backward import (
     backward_bytes,
     backward_ms,
     bytes_added_to,
+    step_bytes,
     tensors,
     with_gradient,
     without_gradient,
@@ -26,7 +27,9 @@ from fxpipe.costs.stopwatch import Clock
 from fxpipe.ir import Capture, OpCost, own_storage
 from fxpipe.memory import storage_of
 from fxpipe.ops.interpret import Compute
+from fxpipe.runtime.receive import Slot, receive
 from fxpipe.runtime.split import written_anyway
+from fxpipe.runtime.swapping import swapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class _Measured:
     forward_bytes: int
     backward_bytes: int
     added_bytes: int
+    freed_bytes: int
     arriving_bytes: int
     shapes_of: tuple[int, ...]
 
@@ -113,6 +117,7 @@ class Meter:
             measured.backward_bytes,
             measured.arriving_bytes,
             added_bytes=measured.added_bytes,
+            freed_bytes=measured.freed_bytes,
             shapes_of=tuple(
                 self._capture.first_name(str(given[place][0].target))
                 for place in measured.shapes_of
@@ -162,6 +167,9 @@ class Meter:
         inputs = [tensor for (used, _), tensor in pairs if not self._is_weight(used)]
         unreached = without_gradient(result, read)
         whole_ms = self._backward_ms(result, leaves + parameters)
+        in_step = self._step_bytes(node, compute, tree_map(leaf, (args, kwargs)), unwritten)
+        made_bytes = backward_bytes(result, leaves + parameters, self._device)
+        added_bytes = bytes_added_to(result, read + parameters)
         in_part = _wants(weights + parameters) and _wants(inputs)
         return _Measured(
             forward_ms=forward_ms,
@@ -169,8 +177,9 @@ class Meter:
             weight_gradient_ms=whole_ms * self._weight_share(result, weights + parameters, inputs),
             saved=_saved(packed, tensors(given), tensors(result), self._parameters(node)),
             forward_bytes=forward_bytes,
-            backward_bytes=backward_bytes(result, leaves + parameters, self._device),
-            added_bytes=bytes_added_to(result, read + parameters),
+            backward_bytes=made_bytes,
+            added_bytes=added_bytes,
+            freed_bytes=max(0, made_bytes - added_bytes - in_step),
             arriving_bytes=arriving_bytes(result, inputs) if in_part else 0,
             shapes_of=tuple(
                 place
@@ -178,6 +187,33 @@ class Meter:
                 if any(tensor is one for one in unreached)
             ),
         )
+
+    def _step_bytes(
+        self, node: fx.Node, compute: Compute, begun: Any, unwritten: Callable[[Any], Any]
+    ) -> int:
+        """What the backward takes in a step, of leaves with which nothing was computed yet."""
+        module = self._modules[str(node.target)] if node.op == "call_module" else nn.Module()
+        own = {
+            name: p.detach().requires_grad_(p.requires_grad)
+            for name, p in module.named_parameters()
+        }
+        read = [
+            tensor
+            for (used, _), tensor in zip(_given(node), tensors(begun), strict=True)
+            if used.op == "get_attr"
+        ]
+
+        def entered(value: Any) -> Any:
+            if any(value is one for one in read) or not _wants(tensors(value)):
+                return value
+            return receive({"": value}, {"": Slot()})[""]
+
+        def run() -> Any:
+            given = tree_map(unwritten, tree_map(entered, begun))
+            with swapped(module, "_parameters", own):
+                return compute(*given)
+
+        return step_bytes(run, [*read, *own.values()], self._device)
 
     def _backward_ms(self, result: Any, leaves: Sequence[Tensor]) -> float:
         return max(0.0, backward_ms(self._clock, result, leaves) - self._engine_ms)

@@ -1,19 +1,21 @@
 """What the backward of one op takes: time, memory, and gradients that wait for its second half."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from fxpipe.costs.counted import most_bytes
+from fxpipe.costs.counted import bytes_added, most_bytes
 from fxpipe.costs.stopwatch import Clock
 from fxpipe.memory import storage_of
 from fxpipe.runtime.split import SplitBackward
-from fxpipe.runtime.whole_backward import added_bytes
+from fxpipe.runtime.whole_backward import added_bytes, backward_of
+
+_Roots = tuple[list[GradientEdge], list[Tensor]]
 
 
 def backward_ms(clock: Clock, result: Any, leaves: Sequence[Tensor]) -> float:
@@ -31,6 +33,28 @@ def backward_bytes(result: Any, leaves: Sequence[Tensor], device: torch.device) 
         return 0
     gradients = [torch.ones_like(tensor) for tensor in made]
     return most_bytes(lambda: _backward(made, wanted, gradients), device)[1]
+
+
+def step_bytes(run: Callable[[], Any], weights: Sequence[Tensor], device: torch.device) -> int:
+    """The same for the backward of what `run` gives as a whole one is in a step.
+
+    It lets go of the graph on its way, and adds the gradients of `weights` to theirs, one by one.
+    """
+
+    def begin() -> tuple[Any, _Roots]:
+        result = run()
+        for weight in _trained(weights):
+            weight.grad = torch.zeros_like(weight)
+        made = with_gradient(result)
+        edges = [get_gradient_edge(tensor) for tensor in made]
+        return result, (edges, [torch.ones_like(tensor) for tensor in made])
+
+    def backward(begun: tuple[Any, _Roots]) -> None:
+        edges, gradients = begun[1]
+        if edges:
+            backward_of(weights)(edges, gradients)
+
+    return bytes_added(begin, backward, device)
 
 
 def without_gradient(result: Any, leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -97,8 +97,10 @@ def _loss(data: dict[str, Any] | None) -> LossCost | None:
     """Of a file that an earlier version wrote, none."""
     if data is None:
         return None
-    loss = LossCost(**data)
+    loss = LossCost(**{**data, "unused": tuple(data.get("unused", ()))})
     _check_units("the loss", loss)
+    for name in loss.unused:
+        _text("an output that the loss leaves unused", name)
     return loss
 
 

@@ -11,9 +11,11 @@ class OpCost:
     `saved` are the storages that its backward keeps: (value whose memory it is, bytes), parameters
     left out. `weight_gradient_ms` is what of `backward_ms` is for weights alone. `workspace_bytes`
     and `backward_bytes` are what forward and backward make, at their fullest; a step does not make
-    `added_bytes` of the latter, which it adds to gradients that are there. A backward in two halves
-    takes `halving_ms` longer, and `arriving_bytes` of gradients wait for the second half. Of the
-    parameters `shapes_of` no more than the shape is read: no gradient comes to them.
+    `added_bytes` of the latter, which it adds to gradients that are there, and of an op of several
+    layers a whole backward needs `freed_bytes` less, as it lets go of what the last ones saved. A
+    backward in two halves takes `halving_ms` longer, and `arriving_bytes` of gradients wait for the
+    second half. Of the parameters `shapes_of` no more than the shape is read: no gradient comes to
+    them.
     """
 
     forward_ms: float
@@ -25,6 +27,7 @@ class OpCost:
     arriving_bytes: int = 0
     halving_ms: float = 0.0
     added_bytes: int = 0
+    freed_bytes: int = 0
     shapes_of: tuple[str, ...] = ()
 
 
@@ -32,11 +35,13 @@ class OpCost:
 class LossCost:
     """What a micro-batch's loss takes, up to its gradient, and what is there at its fullest.
 
-    The outputs are among that for as long as they are needed.
+    The outputs are among that for as long as they are needed, but for those that it leaves
+    `unused`, though they have a gradient: none comes to them.
     """
 
     ms: float
     peak_bytes: int
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fxpipe.ir import Capture, OpCost
+from fxpipe.ir import Capture, LossCost, OpCost
 from fxpipe.ops.returning import gradient_spans
 from fxpipe.ops.variables import held_until
 
@@ -36,12 +36,11 @@ def workspaces(
     costs: Mapping[str, OpCost],
     order: Sequence[str],
     batch: int,
-    loss_bytes: int | None = None,
+    loss: LossCost | None = None,
 ) -> tuple[dict[str, Needed], int]:
     """For each op, in this order, and for the loss: bytes on top of what ops up to it have saved.
 
-    A result that leaves the model counts for the last op. `loss_bytes` are there at once while the
-    loss is taken, the results among them.
+    A result that leaves the model counts for the last op.
     """
     place = {name: k for k, name in enumerate(order)}
     end = len(order)
@@ -89,10 +88,13 @@ def workspaces(
             frozenset(storage for storage in returning[k] if names[storage] == 1),
         )
     result = [storage for storage in outputs & trained if storage in sizes]
-    if loss_bytes is None:
-        loss_bytes = sum(sizes[storage] * _LOSS_TENSORS for storage in result)
+    unused = loss.unused if loss else ()
+    used = {capture.ops[name].storage for name in {*capture.outputs} - {*unused} if name in place}
+    loss_bytes = loss.peak_bytes if loss else sum(sizes[s] * _LOSS_TENSORS for s in result)
     # Room for a result, and then for its gradient, is held apart, from the start of F; one that a
     # backward keeps is among what is saved or received besides. (Where that comes only as backward
     # computes it again, that moment is the fuller one.)
-    loss_bytes -= sum(sizes[storage] * (1 + (storage in kept_from)) for storage in result)
+    loss_bytes -= sum(sizes[s] * (1 + (s in kept_from)) for s in result if s in used)
+    # What the loss leaves unused is there besides, and given no gradient.
+    loss_bytes += sum(sizes[s] for s in result if s not in used and s not in kept_from)
     return needed, max(0, loss_bytes)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxpipe.costs.counted import most_bytes
+from fxpipe.costs.counted import bytes_added, most_bytes
 
 CPU = torch.device("cpu")
 
@@ -30,3 +30,13 @@ def test_backward_counts_too():
     x = torch.ones(1000, requires_grad=True)
     y = x.exp()
     assert most_bytes(lambda: y.sum().backward(), CPU)[1] >= 4000
+
+
+def test_what_is_let_go_of_makes_room():
+    def run(given):
+        first = given.pop() * 2  # beside the four that are there
+        del first
+        given.clear()
+        return torch.ones(2000)
+
+    assert bytes_added(lambda: [torch.ones(1000) for _ in range(4)], run, CPU) == 4000

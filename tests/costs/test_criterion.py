@@ -73,6 +73,16 @@ def test_outputs_count_for_as_long_as_the_loss_needs_them(loss_fn, tensors):
     assert tensors * output.nbytes <= cost.peak_bytes <= tensors * output.nbytes + 100
 
 
+def test_an_output_that_the_loss_leaves_unused_is_named_and_no_part_of_its_memory():
+    given = {"pair": (X[:4], X[:4]), "weight": torch.randn(6)}
+    captured = capture(models.Structured(), (), given)
+    found = Criterion.of(captured, Loss(lambda answer, _: answer.logits.exp().sum(), None), 2)
+    logits, hidden = torch.randn(2, 3), torch.randn(2, 10**6)
+    cost = found.cost([logits, hidden], StopWatch(CPU), CPU)
+    assert cost.unused == (captured.outputs[1],)
+    assert cost.peak_bytes < hidden.nbytes
+
+
 def test_what_is_no_loss_is_refused_as_in_a_step():
     with pytest.raises(StageError, match="loss_fn failed on micro-batch 0: ZeroDivisionError"):
         criterion(lambda output, _: 1 / 0)[1].gradients([torch.randn(2, 6)])

@@ -17,7 +17,7 @@ PROFILE = Profile(
     capacity_bytes=2**30,
     batch=2,
     fingerprint="f",
-    loss=LossCost(0.5, 64),
+    loss=LossCost(0.5, 64, ("memory",)),
 )
 
 
@@ -35,11 +35,13 @@ def test_a_profile_may_know_of_no_loss(tmp_path):
 def test_what_an_earlier_version_did_not_know_may_be_lacking(tmp_path):
     save_profile(PROFILE, tmp_path / "costs.json")
     data = json.loads((tmp_path / "costs.json").read_text())
-    for name in ("added_bytes", "shapes_of"):
+    for name in ("added_bytes", "freed_bytes", "shapes_of"):
         del data["costs"]["a"][name]
+    del data["loss"]["unused"]
     (tmp_path / "costs.json").write_text(json.dumps(data))
     cost = replace(PROFILE.costs["a"], shapes_of=())
-    assert load_profile(tmp_path / "costs.json") == replace(PROFILE, costs={"a": cost})
+    known = replace(PROFILE, costs={"a": cost}, loss=LossCost(0.5, 64))
+    assert load_profile(tmp_path / "costs.json") == known
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[]", '{"costs": {"a": 1}}'])
@@ -72,6 +74,7 @@ def test_a_file_that_is_no_profile_is_refused(text, tmp_path):
         (("capacity_bytes",), 0, "capacity_bytes is a whole number .*, not 0"),
         (("capacity_bytes",), 2**63, "capacity_bytes is a whole number"),
         (("batch",), 2.0, "batch is a whole number .*, not 2.0"),
+        (("loss", "unused"), [3], "an output that the loss leaves unused is a text, not 3"),
         (("origin",), 3, "origin is a text, not 3"),
         (("device",), None, "device is a text, not None"),
         (("loss", "ms"), -1, "ms of the loss is a number .*, not -1"),

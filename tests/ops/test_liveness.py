@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from fxpipe.capture import capture
-from fxpipe.ir import OpCost
+from fxpipe.ir import LossCost, OpCost
 from fxpipe.ops.liveness import workspaces
 
 SIZE = 8 * 4 * 4
@@ -149,3 +149,15 @@ def test_what_an_op_makes_itself():
     backward = {"b": OpCost(0.0, 0.0, backward_bytes=5 * SIZE)}
     assert needed(forward)[1] == (1 + 5, 2)
     assert needed(backward)[2] == (2, 2 + 5)
+
+
+def test_what_a_loss_leaves_unused_is_there_beside_what_it_takes_and_has_no_gradient():
+    captured = capture(Plain(), (torch.randn(8, 4, requires_grad=True),), {})
+    (output,) = captured.outputs
+    costs = {name: OpCost(0.0, 0.0) for name in captured.ops}
+
+    def loss_bytes(*unused):
+        return workspaces(captured, costs, [*captured.ops], 8, LossCost(0.0, 5 * SIZE, unused))[1]
+
+    assert loss_bytes() == 4 * SIZE  # of its five, the gradient's has room of its own
+    assert loss_bytes(output) == 6 * SIZE

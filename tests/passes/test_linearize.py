@@ -135,6 +135,29 @@ def test_the_loss_is_part_of_the_last_backward_alone():
     assert found.blocks[:-1] == without.blocks[:-1]
 
 
+def test_an_output_that_the_loss_leaves_unused_goes_to_the_caller_and_no_gradient_comes_back():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 5)
+
+        def forward(self, x):
+            hidden = self.first(x)
+            return self.second(hidden), hidden
+
+    captured = capture(Both(), (torch.randn(4, 6),), {})
+    answer, hidden = captured.outputs
+    profile = dataclasses.replace(
+        flat_profile(captured, 1), loss=LossCost(1.0, 0, unused=(hidden,))
+    )
+    found = [value for value in linearize(captured, profile).values if value.producer >= 0]
+    assert [(v.name, v.consumers, v.gradient) for v in found] == [
+        (hidden, (1,), True),
+        (f"{hidden}/returned", (2,), False),
+        (answer, (2,), True),
+    ]
+
+
 def test_a_gradient_that_the_caller_gives_does_not_wait_twice():
     captured = capture(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5)), (torch.randn(4, 6),), {})
     flat = flat_profile(captured, 1)

@@ -127,6 +127,15 @@ def test_gradients_of_large_weights_are_added_to_those_that_are_there(monkeypatc
         )
 
 
+def test_an_op_of_many_layers_lets_go_of_what_the_last_ones_saved():
+    x = torch.randn(4, 16, 8)
+    _, found = measured(torch.nn.GRU(8, 32, batch_first=True), x)
+    steps = max(found.costs.values(), key=lambda cost: cost.backward_bytes)
+    assert 0 < steps.freed_bytes < steps.backward_bytes
+    _, found = measured(models.Chain(), torch.randn(4, 6))
+    assert not any(cost.freed_bytes for cost in found.costs.values())
+
+
 def test_a_weight_whose_shape_alone_is_read_gets_no_gradient():
     class Standardized(torch.nn.Module):
         def __init__(self):
