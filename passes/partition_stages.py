@@ -25,6 +25,7 @@ class _Crossing:
 
     given: dict[str, int] = field(default_factory=dict)
     received: dict[str, int] = field(default_factory=dict)
+    returned_bytes: int = 0  # of it, what only the caller reads
     caller_bytes: int = 0  # gradients of the model's output, from the end of F
     sends_back: bool = False
 
@@ -60,6 +61,8 @@ def stage_costs(
                 crossing[target].given[value.name] = value.bytes
                 continue
             crossing[target].received[value.name] = value.bytes
+            if not any(bounds[target] <= k < bounds[target + 1] for k in value.consumers):
+                crossing[target].returned_bytes += value.bytes
             sent.setdefault((source, target), []).append(value)
     static = [_static(chain, begin, end, training_factor) for begin, end in pairwise(bounds)]
     holders = Counter(name for held in static for name in held)
@@ -131,12 +134,6 @@ def _stage_cost(
     if not forward and not backward:
         return cost  # a bare chain's blocks need nothing, and what their stages receive stays
     share = ceil(FRAGMENTATION * (static_bytes + saved_bytes))
-    # The gradient of a weight that several blocks read adds up until it has come to the first:
-    # autograd makes each sum beside what it is of.
-    read = Counter(name for block in blocks for name, _ in block.trained)
-    sizes = dict(one for block in blocks for one in block.trained)
-    adding = [sizes[name] for name, readers in read.items() if readers > 1]
-    backward += sum(adding) + max(adding, default=0)
     of_inputs = of_weights = backward
     released = 0
     if crossing.sends_back:
@@ -159,6 +156,7 @@ def _stage_cost(
         passing_bytes=sum(
             size for name, size in (crossing.given | crossing.received).items() if name not in saved
         ),
+        returned_bytes=crossing.returned_bytes,
     )
 
 
@@ -193,19 +191,42 @@ def _workspaces(
     """
     own = {op for block in blocks for op in block.ops}
     first = {name: k for k in reversed(range(len(blocks))) for name, _ in blocks[k].saved}
+    adding = _adding(blocks)
     forward = backward = behind = 0
     for k in reversed(range(len(blocks))):
         earlier = (values[name] for name in blocks[k].waiting if name in values)
         waiting = sum(value.bytes for value in earlier if value.producer < begin)
         returning = _returning(blocks[k], begin + k, begin + len(blocks), values)
         forward = max(forward, blocks[k].forward_workspace_bytes - behind - waiting)
-        backward = max(backward, blocks[k].backward_workspace_bytes - behind - returning)
+        needed = blocks[k].backward_workspace_bytes + adding[k]
+        backward = max(backward, needed - behind - returning)
         behind += sum(
             size
             for name, size in blocks[k].saved
             if first[name] == k and name.partition("/")[0] in own
         )
     return forward, backward
+
+
+def _adding(blocks: Sequence[Block]) -> list[int]:
+    """By block, what is there in its backward of the gradients of weights that several blocks read.
+
+    Such a one adds up from the last of them to the first: autograd makes each sum beside what it is
+    of.
+    """
+    readers: dict[str, list[int]] = {}
+    for k, block in enumerate(blocks):
+        for name, _ in block.trained:
+            readers.setdefault(name, []).append(k)
+    found, beside = [0] * len(blocks), [0] * len(blocks)
+    sizes = dict(one for block in blocks for one in block.trained)
+    for name, places in readers.items():
+        if len(places) > 1:
+            for k in range(places[0], places[-1] + 1):
+                found[k] += sizes[name]
+            for k in places[:-1]:
+                beside[k] = max(beside[k], sizes[name])
+    return [sum(both) for both in zip(found, beside, strict=True)]
 
 
 def _returning(block: Block, k: int, end: int, values: Mapping[str, Value]) -> int:
@@ -232,7 +253,7 @@ def with_segments(
         again_ms=found.again_ms,
         # Between its halves a backward holds all that was computed again.
         arriving_bytes=cost.arriving_bytes + found.all_again_bytes - found.again_bytes,
-        passing_bytes=0,  # a segment may compute from it again
+        passing_bytes=cost.returned_bytes,  # from the rest a segment may compute again
         backward_workspace_bytes=max(cost.backward_workspace_bytes, forward),
         input_workspace_bytes=max(cost.input_workspace_bytes, forward),
     )

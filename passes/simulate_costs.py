@@ -14,9 +14,10 @@ class StageCost:
     has any, compute `again_bytes` of what they save again, in `again_ms`, in every backward. If its
     backward is halved, the first half takes `halving_ms` longer than its part of the whole, and
     `arriving_bytes`, gradients most of all, less what only the first needs, wait for the second;
-    each part has a workspace of its own. `passing_bytes` of what it reads are gone after F, unless
-    it recomputes; then `written_bytes` are copies of the buffers that F writes. `shared` names what
-    of its static bytes other stages have too, such as a tied weight: a device holds it once.
+    each part has a workspace of its own. `passing_bytes` of what it reads are gone after F, or, if
+    it recomputes, after that, save the `returned_bytes` that only the caller reads; it keeps copies
+    then of the buffers that F writes, `written_bytes`. `shared` names what of its static bytes
+    other stages have too, such as a tied weight: a device holds it once.
     `loss_bytes` are there as F ends and the loss is taken, in the place of F's workspace.
     """
 
@@ -32,6 +33,7 @@ class StageCost:
     again_bytes: int = 0
     arriving_bytes: int = 0
     passing_bytes: int = 0
+    returned_bytes: int = 0
     halving_ms: float = 0.0
     written_bytes: int = 0
     input_workspace_bytes: int = 0
@@ -42,13 +44,14 @@ class StageCost:
     def workspace_of(self, kind: Kind, again: bool) -> int:
         """What an action of this kind needs while it runs, on a micro-batch recomputed or not."""
         forward = self.forward_workspace_bytes
+        passing = self.returned_bytes if again else self.passing_bytes
         if kind is Kind.FORWARD:
-            return max(forward, self.loss_bytes) + (0 if again else self.passing_bytes)
+            return max(forward, self.loss_bytes) + passing
         if kind is Kind.WEIGHT:
             return self.weight_workspace_bytes
         whole = kind is Kind.BACKWARD
         own = self.backward_workspace_bytes if whole else self.input_workspace_bytes
-        return max(own, forward) if again else own
+        return max(own - (self.passing_bytes - passing), forward) if again else own
 
 
 @dataclass(frozen=True, slots=True)

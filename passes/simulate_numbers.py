@@ -82,7 +82,10 @@ def numbers(
         lasts=np.array(times, np.float64).reshape(n, 4, 2).transpose(1, 0, 2).copy(),
         keeps=np.array(
             [
-                (c.saved_bytes + c.input_bytes - c.passing_bytes, c.input_bytes + c.written_bytes)
+                (
+                    c.saved_bytes + c.input_bytes - c.passing_bytes,
+                    c.written_bytes + c.input_bytes - c.returned_bytes,
+                )
                 for c in stages
             ],
             np.int64,

@@ -134,15 +134,17 @@ def naive(
             }
             held.append((start(action), end(action), needed[action.kind]))
             if again and action.kind in (B, HALF):
-                more = max(0, cost.forward_workspace_bytes - needed[action.kind])
+                # What is computed again has let go of what it was computed from, or not yet.
+                gone = needed[action.kind] - (cost.passing_bytes - cost.returned_bytes)
+                more = max(gone, cost.forward_workspace_bytes) - needed[action.kind]
                 held.append((start(action), end(action), more))
             if action.kind in (B, W):
                 forward = Action(action.stage, F, action.microbatch)
                 saved_from = backward(action.stage, action.microbatch) if again else forward
                 held.append((start(saved_from), end(action), cost.saved_bytes))
-                if not again:
-                    held.append((end(forward), end(action), -cost.passing_bytes))
-                else:
+                passed = cost.returned_bytes if again else cost.passing_bytes
+                held.append((end(forward), end(action), -passed))
+                if again:
                     held.append((start(forward), end(action), cost.written_bytes))
                 held.append((start(forward), end(action), cost.input_bytes))
                 handed = sum(

@@ -103,7 +103,8 @@ def test_what_a_stage_is_sent_or_sent_back_counts_once() -> None:
     assert second.backward_workspace_bytes == max(41, 51, 62 - 7)
     assert second.input_workspace_bytes == 55
     assert second.workspace_of(Kind.BACKWARD, again=False) == 55
-    assert third.workspace_of(Kind.BACKWARD, again=True) == 11
+    # Computed again, it has let go of z, of which it saves nothing.
+    assert third.workspace_of(Kind.BACKWARD, again=True) == 11 - 7
     whole = stage_costs(chain, (), training_factor=0.0)[0][0]
     assert (whole.forward_workspace_bytes, whole.backward_workspace_bytes) == (50, 62)
 
@@ -168,6 +169,37 @@ def test_the_gradient_of_a_weight_that_several_blocks_read_adds_up() -> None:
     share = [math.ceil(FRAGMENTATION * stage.static_bytes) for stage in stages]
     needed = [stage.backward_workspace_bytes for stage in stages]
     assert needed == [10 + share[0], 10 + 2 * 64 + share[1]]
+
+
+def test_such_a_gradient_adds_up_while_what_was_saved_behind_goes() -> None:
+    first, second = (
+        Block(
+            (name,),
+            1.0,
+            2.0,
+            saved=((name, 200),),
+            parameters=(("tied", 64),),
+            backward_workspace_bytes=10,
+            trained=(("tied", 64),),
+        )
+        for name in "ab"
+    )
+    (stage,), _ = stage_costs(plain([first, second], n_bytes=0), (), training_factor=0.0)
+    share = math.ceil(FRAGMENTATION * (64 + 2 * 200))
+    assert stage.backward_workspace_bytes == 10 + 64 + share
+
+
+def test_what_only_the_caller_reads_is_gone_after_the_loss_though_a_stage_recomputes() -> None:
+    makes, reads = (
+        Block((name,), 1.0, 2.0, forward_workspace_bytes=10, backward_workspace_bytes=10)
+        for name in "ab"
+    )
+    values = (Value("x", 3, 0, (1,), True), Value("y", 100, 0, (2,), False))
+    (_, last), _ = stage_costs(Chain((makes, reads), values, (True,) * 2), (1,))
+    assert (last.passing_bytes, last.returned_bytes) == (103, 100)
+    needed = [last.workspace_of(kind, again=True) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+    # What it computes from again is gone once it has.
+    assert needed == [10 + 100, max(10 - 3, 10)]
 
 
 def test_an_input_that_no_backward_keeps_is_gone_after_the_forward() -> None:

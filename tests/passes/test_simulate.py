@@ -209,6 +209,7 @@ def test_random_tables_against_the_naive_simulator(seed: int) -> None:
             backward_workspace_bytes=random.choice((0, 2, 5)),
             loss_bytes=random.choice((0, 0, 9)),
             passing_bytes=random.choice((0, 1)),
+            returned_bytes=random.choice((0, 1)),
             halving_ms=random.choice((0, 1)),
             written_bytes=random.choice((0, 3)),
             input_workspace_bytes=random.choice((2, 4)),
