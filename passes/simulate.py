@@ -16,9 +16,9 @@ Rules, all of them:
   F to that end, and its workspace while an action runs. If it recomputes the micro-batch, its saved
   bytes count from the start of B or I only, which takes the forward's time and workspace as well,
   and copies of the buffers it writes from the start of F to the end of B or W; of a stage with
-  segments, what these compute again. What only passes through a stage that does not recompute
-  counts until F ends. A stage with arriving bytes holds them from the start of I to the end of W:
-  what waits for W to use it.
+  segments, what these compute again. What only passes through a stage counts until F ends; if it
+  recomputes, until it has, but for what only the caller reads. A stage with arriving bytes holds
+  them from the start of I to the end of W: what waits for W to use it.
 - The times of a model's actions are but near what they will be, and a message may come sooner: a
   stage that has a workspace holds what it receives from the start of the action that sends it.
 - An output that waits in its producer is not counted on its own: it is the receiver's from the
