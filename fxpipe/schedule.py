@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fxpipe.errors import ScheduleError
 
+_NOTHING = [""]  # the cells of a device that does nothing
 _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 
 
@@ -98,19 +99,19 @@ class Schedule:
         return Schedule(tuple(tuple(a for a in row if a.kind is Kind.FORWARD) for row in self.rows))
 
     def to_csv(self) -> str:
-        """The table as text, one line per device."""
+        """The table as text, one line per device: `""` for one that has nothing to do."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerows([str(action) for action in row] for row in self.rows)
+        writer.writerows([str(action) for action in row] or _NOTHING for row in self.rows)
         return out.getvalue()
 
     @classmethod
     def from_csv(cls, text: str) -> "Schedule":
         """Read a table; empty cells (idle) and empty lines are skipped. Raises ScheduleError."""
-        # Spreadsheets begin a file in UTF-8 with a mark, and each device has something to do.
-        cells = csv.reader(io.StringIO(text.removeprefix("\ufeff")))
-        rows = (tuple(Action.parse(cell) for cell in row if cell.strip()) for row in cells)
-        return cls(tuple(row for row in rows if row))
+        # Spreadsheets begin a file in UTF-8 with a mark, and add lines to it.
+        lines = csv.reader(io.StringIO(text.removeprefix("\ufeff")))
+        rows = [row for row in lines if row == _NOTHING or any(cell.strip() for cell in row)]
+        return cls(tuple(tuple(Action.parse(cell) for cell in row if cell.strip()) for row in rows))
 
     @classmethod
     def read(cls, path: str | Path) -> "Schedule":

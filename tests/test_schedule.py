@@ -47,6 +47,12 @@ def test_what_editors_and_spreadsheets_add_is_no_part_of_the_table(text: str) ->
     assert Schedule.from_csv(text) == table(ONE_F_ONE_B)
 
 
+def test_a_device_with_nothing_to_do_has_its_line() -> None:
+    idle = Schedule(((), *table(ONE_F_ONE_B).rows, ()))
+    assert idle.to_csv().splitlines()[-1] == '""'
+    assert Schedule.from_csv(idle.to_csv()) == idle
+
+
 @pytest.mark.parametrize("cell", ["0X0", "F0", "0F", "0F0 1B0", "-1F0"])
 def test_a_cell_that_is_no_action_is_named(cell: str) -> None:
     with pytest.raises(ScheduleError, match=f"'{cell}' is no action"):

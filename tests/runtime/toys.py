@@ -267,7 +267,7 @@ def _merged(n: int, m: int, lanes: tuple[int, ...]) -> str:
     for i in reversed(range(m)):
         for j in reversed(range(n)):
             table[lanes[j]].append(f"{j}B{i}")
-    return "".join(",".join(row) + "\n" for row in table)
+    return "".join((",".join(row) or '""') + "\n" for row in table)
 
 
 def _arguments(module: type[nn.Module], source: str | None = None) -> list[str]:
