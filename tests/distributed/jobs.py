@@ -298,6 +298,31 @@ def training(folder: Path, name: str, m: int) -> str:
     return "equal"
 
 
+def averaged(folder: Path) -> str:
+    """A second pipeline follows the weights of the first, which can't be copied, and evaluates."""
+    model, pipe = pair(folder, toys.CHAIN)
+    _, average = pair(folder, toys.CHAIN)
+    expected, inputs = copy.deepcopy(model), toys.CHAIN.inputs()
+    refused = ""
+    try:
+        copy.deepcopy(pipe)
+    except InputError as error:
+        refused = str(error)
+    assert "load the package a second time" in refused
+    for _ in range(2):
+        toys.plain_step(toys.CHAIN, model, inputs, 4)
+        pipe.step(*inputs, loss_fn=toys.mean_loss)
+        with torch.no_grad():
+            for each, mean in ((model, expected), (pipe, average)):
+                parameters, means = list(each.parameters()), list(mean.parameters())
+                torch._foreach_sub_(parameters, [p.grad for p in parameters])
+                torch._foreach_lerp_(means, parameters, 0.3)
+    with torch.no_grad():
+        found = average(*inputs)
+        assert found is None or toys.same(found, expected(*inputs))
+    return "equal"
+
+
 def scaled(folder: Path, frozen: Sequence[int]) -> list[tuple[float, bool]]:
     """The scale, and whether weights changed, after steps of which the first overflows on rank 1.
 

@@ -113,7 +113,10 @@ class RankEngine(Pipeline):
         return self._homes[-1] == self._ranks.rank
 
     def __deepcopy__(self, _: object) -> NoReturn:
-        raise InputError("a pipeline over processes can't be copied: load the package again")
+        raise InputError(
+            "a pipeline over processes can't be copied: load the package a second time, and copy "
+            "parameters() and buffers() into that one's"
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._weights.refuse_other_dtypes(fn, [*self.parameters()])
