@@ -34,7 +34,7 @@ def alike_path(  # type: ignore[no-untyped-def]
                 break
             for j in range(1 if begin else 0, n_stages if begin else 1):
                 before = least[begin, j - 1] if j > 0 else 0.0
-                if before == np.inf:
+                if before >= least[place, j]:  # what is to be added makes it no less
                     continue
                 ahead, behind = forward / shares[j] - 1.0, backward / shares[j] - 1.0
                 if begin == 0 or place == end:
