@@ -156,7 +156,7 @@ def test_what_training_alone_gives_is_computed_and_sent_in_training_alone(tmp_pa
     package = compile_flat(models.Auxiliary(), (x,), devices="cpu*3", microbatches=4)
     train, evaluation = (Wires.of(package.manifest, mode) for mode in (True, False))
     only = train.readers.keys() - evaluation.readers.keys()
-    assert sorted(wire.value for wire in only) == ["hidden", "hidden", "penalty"]
+    assert sorted(wire.value for wire in only) == ["aux", "hidden", "penalty"]
     pipe = fxpipe.load(package.write(tmp_path / "out"))
     assert type(pipe(x)) is models.Answer
     for parameter in pipe.get_submodule("aux").parameters():

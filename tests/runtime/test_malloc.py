@@ -9,7 +9,7 @@ import pytest
 FAULTS = """
 import resource, torch
 from fxpipe.runtime.lanes import Lanes
-from fxpipe.runtime.stream import parse_devices
+from fxpipe.runtime.device_names import parse_devices
 
 def step():
     tensors = [torch.zeros(2**20, dtype=torch.uint8) for _ in range(32)]

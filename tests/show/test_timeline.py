@@ -68,7 +68,9 @@ def test_of_many_devices_the_fullest_and_both_ends_of_the_colours_are_told(tmp_p
     many = View("predicted", ("cpu",) * 20, MEASURED.events, memory=held)
     timeline.draw([many], tmp_path / "step.svg")
     told = [text for text in texts(tmp_path / "step.svg") if "peak" in text]
-    assert told == ["0: peak 100 B", "17: peak 117 B", "19: peak 7 B"]
+    assert told == [
+        f"{peak} at 0.00 ms" for peak in ("0: peak 100 B", "17: peak 117 B", "19: peak 7 B")
+    ]
 
 
 def test_what_is_not_known_is_left_out(tmp_path):
