@@ -1,6 +1,7 @@
 """One switch makes the goldens anew: `pytest --update-goldens`; then read the diff."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,3 +33,17 @@ def _two_threads():
 def _cuda_or_skip(request):
     if request.node.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Writes a user's file into a folder of its own, which is the current one; gives its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str, name: str = "toy_model.py") -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return name
+
+    return write

@@ -80,15 +80,7 @@ def squares(output: Tensor, target: object) -> Tensor:
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_what_a_head_joins_is_held_no_longer_than_predicted(tmp_path, checkpoint):
     images = torch.randn(8, 3, 32, 32)
-    package = fxpipe.compile(
-        Fuses(),
-        (images,),
-        devices="cpu*1",
-        microbatches=4,
-        schedule="1f1b",
-        checkpoint=checkpoint,
-        loss_fn=squares,
-    )
+    package = on_one_lane(Fuses(), images, squares, checkpoint)
     assert_held(package, tmp_path, squares, None, images)
 
 
@@ -132,8 +124,13 @@ def test_what_gets_no_gradient_and_what_goes_on_the_way_back_is_not_predicted(
     tmp_path, model, loss_fn, width, checkpoint
 ):
     x = torch.randn(16, 16, width)
-    package = fxpipe.compile(
-        model(),
+    package = on_one_lane(model(), x, loss_fn, checkpoint)
+    assert_held(package, tmp_path, loss_fn, None, x)
+
+
+def on_one_lane(model: nn.Module, x: Tensor, loss_fn, checkpoint: str):
+    return fxpipe.compile(
+        model,
         (x,),
         devices="cpu*1",
         microbatches=4,
@@ -141,7 +138,6 @@ def test_what_gets_no_gradient_and_what_goes_on_the_way_back_is_not_predicted(
         checkpoint=checkpoint,
         loss_fn=loss_fn,
     )
-    assert_held(package, tmp_path, loss_fn, None, x)
 
 
 def assert_held(package, folder, loss_fn, target, *inputs) -> None:

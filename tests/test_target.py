@@ -1,7 +1,6 @@
 """A TARGET is loaded, or the message says what it lacks and at which line."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,19 +22,6 @@ def other():
 def inputs(batch):
     return (torch.randn(batch, 4),)
 """
-
-
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-
-    def write(text: str, name: str = "toy_model.py") -> str:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        return name
-
-    return write
 
 
 def use(text: str) -> None:

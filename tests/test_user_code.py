@@ -9,19 +9,6 @@ from fxpipe.errors import TargetError
 from fxpipe.user_code import import_file, import_module, running
 
 
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-
-    def write(text: str, name: str = "toy_code.py") -> str:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        return name
-
-    return write
-
-
 def use(name: str) -> object:
     """Import the file, and call its `run`."""
     module = import_file(name, str(Path.cwd()))
@@ -55,15 +42,15 @@ def test_a_file_of_a_package_is_named_as_a_module(write):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("\nraise ValueError('no luck')", "ValueError: no luck\n  toy_code.py, line 2: raise"),
-        ("\nx = = 3", "SyntaxError: invalid syntax\n  toy_code.py, line 2: x = = 3"),
-        ("import nothing_like_it", "No module named 'nothing_like_it'\n  toy_code.py, line 1"),
+        ("\nraise ValueError('no luck')", "ValueError: no luck\n  toy_model.py, line 2: raise"),
+        ("\nx = = 3", "SyntaxError: invalid syntax\n  toy_model.py, line 2: x = = 3"),
+        ("import nothing_like_it", "No module named 'nothing_like_it'\n  toy_model.py, line 1"),
         (
             "from torch import nn\ndef run():\n    nn.Linear(4, 'b')",
             "run() raised TypeError: empty(): argument 'size'",
         ),
-        ("from torch import nn\ndef run():\n    nn.Linear(4, 'b')", "toy_code.py, line 3: nn.Lin"),
-        ("def run():\n    exit('stop')", "run() raised SystemExit: stop\n  toy_code.py, line 2"),
+        ("from torch import nn\ndef run():\n    nn.Linear(4, 'b')", "toy_model.py, line 3: nn.Lin"),
+        ("def run():\n    exit('stop')", "run() raised SystemExit: stop\n  toy_model.py, line 2"),
     ],
 )
 def test_what_is_raised_is_told_with_the_last_line_of_the_users(write, text, says):
@@ -77,5 +64,5 @@ def test_what_no_line_of_the_users_has_part_in_is_raised_as_it_is(write):
 
 def test_the_frames_of_torch_are_no_part_of_a_message(write):
     told = message(write("import torch\ndef run():\n    torch.randn(10**20)"))
-    assert "toy_code.py, line 3: torch.randn(10**20)" in told
+    assert "toy_model.py, line 3: torch.randn(10**20)" in told
     assert len(told.splitlines()) < 5

@@ -137,11 +137,8 @@ class Search:
             list(pool.map(partial(self._refine, work=work), climbs))
         return min((climb.best for climb in climbs), key=lambda found: found.worth)
 
-    def _is_over(self, climb: _Climb) -> bool:
-        """Whether the time is, or nothing better can be found."""
-        return self._is_enough(climb.best)
-
     def _is_enough(self, found: Found) -> bool:
+        """Whether the time is over, or nothing better can be found."""
         over, step_ms = found.worth
         best_there_is = not over and step_ms <= self.bound_ms * (1 + 1e-6)
         return best_there_is or time.monotonic() > self.ends_at
@@ -205,7 +202,7 @@ class Search:
 
     def _climb(self, climb: _Climb, work: float, move: Callable[[Found, Random], Found]) -> None:
         """Moves, as long as they simulate no more than `work` actions."""
-        while work > 0 and not self._is_over(climb):
+        while work > 0 and not self._is_enough(climb.best):
             found = move(climb.here, climb.random)
             work -= found.work
             place = climb.moves % _LATE
