@@ -116,7 +116,7 @@ ON_GPU: dict[str, Callable[[], Example]] = {
     "gpt2": lambda: from_file("gpt2", 32, HIDDEN=1024, HEADS=16, SEQUENCE=512, VOCABULARY=8000),
     "resnet": lambda: from_file("resnet", 256, lambda file: file.ResNet(width=64), IMAGE=224),
     "unet": lambda: from_file("unet", 64, lambda file: file.UNet(channels=64), IMAGE=192),
-    "transformer": lambda: transformer(2048, 16, 32, 512),
+    "transformer": lambda: transformer(2048, 8, 16, 512),
 }
 
 
@@ -126,47 +126,59 @@ def measure(name: str, cases: list[Case], on: str, steps: int) -> list[Row]:
     `on` is "cpu*" or "cuda:0/", to which the number of lanes is added.
     """
     made = (ON_LANES if on == LANES else ON_GPU)[name]()
+    there = brought(made, on)
     if on != LANES:  # compared there with the graph, which would take long on the CPU
-        made = made._replace(
-            model=made.model.cuda(), given=moved(made.given), target=moved(made.target)
-        )
+        made.model.cuda()
     profile, packages = None, {}
     for case in cases:
         package = packages[case] = fxpipe.compile(
             made.model,
-            kwargs=made.given,
+            kwargs=there.given,
             devices=f"{on}{case.lanes}",
             microbatches=MICROBATCHES,
             loss_fn=made.loss,
-            target=made.target,
+            target=there.target,
             schedule=case.schedule,
             checkpoint=case.checkpoint,
             profile=profile,
         )
         profile = package.profile
     made.model.cpu()
+    del there
     if on == LANES:
-        return in_turns(name, packages, made, steps)
+        return in_turns(name, packages, made, on, steps)
     # One after the other: they would share the memory that is measured.
     return [
         row
         for case, package in packages.items()
-        for row in in_turns(name, {case: package}, made, steps)
+        for row in in_turns(name, {case: package}, made, on, steps)
     ]
 
 
-def moved(given: Any) -> Any:
-    """Arguments, with their tensors on the GPU."""
-    return tree_map(lambda one: one.cuda() if isinstance(one, torch.Tensor) else one, given)
+def brought(made: Example, on: str) -> Example:
+    """The same with arguments and target where the lanes are."""
+
+    def move(tree: Any) -> Any:
+        return tree_map(lambda one: one.cuda() if isinstance(one, torch.Tensor) else one, tree)
+
+    if on == LANES:
+        return made
+    return made._replace(given=move(made.given), target=move(made.target))
 
 
 def in_turns(
     name: str,
     packages: Mapping[Case, fxpipe.Package],
     made: Example,
+    on: str,
     steps: int,
 ) -> list[Row]:
-    """What is measured of these packages, which are loaded at once and take turns."""
+    """What is measured of these packages, which are loaded at once and take turns.
+
+    Steps that are timed find the batch where the lanes are; those whose memory is measured do not,
+    for what their caller holds is none of theirs.
+    """
+    there = brought(made, on)
     pipes = {}
     for case, package in packages.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -176,9 +188,10 @@ def in_turns(
         for case, pipe in pipes.items():
             synchronize()
             started = time.perf_counter()
-            pipe.step(**made.given, target=made.target, loss_fn=made.loss)
+            pipe.step(**there.given, target=there.target, loss_fn=made.loss)
             synchronize()
             times[case].append(1e3 * (time.perf_counter() - started))
+    del there
     rows = []
     for case, pipe in pipes.items():
         with pipe.memory() as memory:

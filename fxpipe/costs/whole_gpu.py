@@ -1,8 +1,10 @@
 """What the whole graph takes on a part of a GPU while the other parts are as busy as in a step.
 
-They have processors of their own and one memory: what moves bytes is slower beside others. Each
-part is held up until the host has launched on all of them, so that the host's time is no part of
-what is measured.
+They have processors of their own, and one memory and one supply of power: what moves bytes is
+slower beside others, and a GPU that takes all the power it may have lowers its clock within a tenth
+of a second. So they are measured while they have no rest, if the host launches faster than they
+compute. Else each part is held up until the host has launched on all of them, so that the host's
+time is no part of what is measured.
 """
 
 import math
@@ -18,6 +20,7 @@ from fxpipe.costs.whole import Whole
 from fxpipe.ir import Capture
 from fxpipe.runtime.split import SplitBackward
 from fxpipe.runtime.stream import (
+    Mark,
     current_stream,
     hold_up,
     mark,
@@ -29,6 +32,11 @@ from fxpipe.runtime.stream import (
 from fxpipe.runtime.virtual import VirtualDevice
 
 _REPEATS = 3
+_SPELL_MS = 2000.0  # without a rest, of which the second half counts
+_AHEAD = 0.8  # of what a turn takes at most what it takes to launch one, to have no rest
+
+_Phase = Callable[[Twin], None]
+_Marks = list[tuple[Mark, Mark]]
 
 
 def whole_on_parts_ms(
@@ -47,10 +55,12 @@ def whole_on_parts_ms(
         for twin in twins[1:]:
             twin.drop_gradients()
         parts = _Parts(devices, twins)
-        times = [parts.turn() for _ in range(1 + _REPEATS)][1:]
+        turns = [parts.turn() for _ in range(1 + _REPEATS)][1:]
+        if parts.without_a_rest:
+            turns = parts.spell(_SPELL_MS)
     except OutOfMemoryError:
         return None
-    return Whole(*map(statistics.median, zip(*times, strict=True)))
+    return Whole(*map(statistics.median, zip(*turns, strict=True)))
 
 
 class _Parts:
@@ -58,40 +68,63 @@ class _Parts:
 
     def __init__(self, devices: Sequence[VirtualDevice], twins: Sequence[Twin]) -> None:
         self._both = [*zip(devices, twins, strict=True)]
-        # What the host takes at least, by what it launches: it waits where much is launched ahead.
-        self._launch_ms: dict[str, float] = {}
+        self._splits: dict[Twin, SplitBackward] = {}
+        self._phases = [Twin.forward, Twin.loss, Twin.backward, Twin.forward, Twin.loss]
+        self._halves = [self._first_half, self._second_half]
+        # By phase, what the host takes to launch it at least, for it waits where much is launched
+        # ahead; and what the parts took.
+        self._launch_ms: dict[_Phase, float] = {}
+        self._taken_ms: dict[_Phase, float] = {}
+
+    @property
+    def without_a_rest(self) -> bool:
+        """Whether the host launches a turn faster than the parts have computed the last one."""
+        return sum(self._launch_ms.values()) < _AHEAD * sum(self._taken_ms.values())
 
     def turn(self) -> Whole:
-        """A forward, a loss and a backward of each; and another for halves."""
-        forward_ms = self._ms("forward", Twin.forward)
-        loss_ms = self._ms("loss", Twin.loss)
-        backward_ms = self._ms("backward", Twin.backward)
-        self._ms("forward", Twin.forward)
-        self._ms("loss", Twin.loss)
-        return Whole(forward_ms, backward_ms, self._halves_ms(), loss_ms)
+        """A forward, a loss and a backward of each; and another for halves. Each by itself.
 
-    def _halves_ms(self) -> float:
-        """One half after the other: a GPU takes no more than some thousand launches ahead."""
-        splits: dict[Twin, SplitBackward] = {}
-
-        def first(twin: Twin) -> None:
-            splits[twin] = twin.input_gradients()
-
+        One half after the other: a GPU takes no more than some thousand launches ahead.
+        """
+        whole = [self._ms(run) for run in self._phases]
         try:
-            ms = self._ms("first half", first)
+            halves = [self._ms(run) for run in self._halves]
         except OutOfMemoryError:
             raise
         except RuntimeError:
-            return math.inf
-        return ms + self._ms("second half", lambda twin: splits.pop(twin).weight_gradients())
+            self._halves = []
+            halves = []
+        return _whole(whole, halves)
 
-    def _ms(self, name: str, run: Callable[[Twin], None]) -> float:
+    def spell(self, ms: float) -> list[Whole]:
+        """The later ones of turns that follow each other at once for so long."""
+        phases = self._phases + self._halves
+        n = 2 * math.ceil(max(_REPEATS, ms / sum(self._taken_ms[run] for run in phases) / 2))
+        turns = [[self._launch(run) for run in phases] for _ in range(n)]
+        self._synchronize()
+        times = [[_mean_ms(marks) for marks in turn] for turn in turns[n // 2 :]]
+        return [_whole(turn[: len(self._phases)], turn[len(self._phases) :]) for turn in times]
+
+    def _first_half(self, twin: Twin) -> None:
+        self._splits[twin] = twin.input_gradients()
+
+    def _second_half(self, twin: Twin) -> None:
+        self._splits.pop(twin).weight_gradients()
+
+    def _ms(self, run: _Phase) -> float:
         """Milliseconds of `run` on a part, all of them at it at once."""
+        self._synchronize()
         for device, _ in self._both:
-            synchronize(device)
-        for device, _ in self._both:
-            hold_up(current_stream(device), 1.5 * self._launch_ms.get(name, 0.0))
+            hold_up(current_stream(device), 1.5 * self._launch_ms.get(run, 0.0))
         started = time.perf_counter()
+        marks = self._launch(run)
+        launch_ms = 1e3 * (time.perf_counter() - started)
+        self._launch_ms[run] = min(launch_ms, self._launch_ms.get(run, math.inf))
+        self._synchronize()
+        self._taken_ms[run] = _mean_ms(marks)
+        return self._taken_ms[run]
+
+    def _launch(self, run: _Phase) -> _Marks:
         marks = []
         for device, twin in self._both:
             stream = current_stream(device)
@@ -99,8 +132,17 @@ class _Parts:
                 start = mark(stream)
                 run(twin)
                 marks.append((start, mark(stream)))
-        launch_ms = 1e3 * (time.perf_counter() - started)
-        self._launch_ms[name] = min(launch_ms, self._launch_ms.get(name, math.inf))
+        return marks
+
+    def _synchronize(self) -> None:
         for device, _ in self._both:
             synchronize(device)
-        return statistics.mean(ms_between(start, end) for start, end in marks)
+
+
+def _whole(phases: Sequence[float], halves: Sequence[float]) -> Whole:
+    forward_ms, loss_ms, backward_ms, *_ = phases
+    return Whole(forward_ms, backward_ms, sum(halves) if halves else math.inf, loss_ms)
+
+
+def _mean_ms(marks: _Marks) -> float:
+    return statistics.mean(ms_between(start, end) for start, end in marks)

@@ -1,34 +1,74 @@
 """Parts of a GPU are measured while all are at it, told by stand-ins: there may be no GPU here."""
 
+import math
 from contextlib import nullcontext
 
+import models
+import pytest
+import torch
+
+from fxpipe.capture import capture
 from fxpipe.costs import whole_gpu
+from fxpipe.costs.twin import Twin
+from fxpipe.runtime.virtual import VirtualDevice
+
+PARTS = [VirtualDevice(0, 2, 0), VirtualDevice(0, 2, 1)]
 
 
-class Part:
-    """A device, its stream and its twin in one, which take down what is asked of them."""
-
-    def __init__(self, name, seen):
-        self.name, self._seen = name, seen
-
-    def notes(self, what):
-        self._seen.append(f"{what} {self.name}")
-
-
-def test_all_parts_are_held_up_until_all_is_launched(monkeypatch):
-    """To wait for one that is held up would let the others begin one by one."""
-    seen = []
-    parts = [Part(name, seen) for name in "ab"]
-    monkeypatch.setattr(whole_gpu, "current_stream", lambda part: part)
+@pytest.fixture
+def seen(monkeypatch):
+    """What is asked of streams, each of which is its part's index; every phase takes `ms`."""
+    seen = Seen()
+    monkeypatch.setattr(whole_gpu, "place", lambda part: torch.device("cpu"))
+    monkeypatch.setattr(whole_gpu, "current_stream", lambda part: part.index)
     monkeypatch.setattr(whole_gpu, "use_streams", lambda streams: nullcontext())
-    monkeypatch.setattr(whole_gpu, "synchronize", lambda part: part.notes("wait for"))
-    monkeypatch.setattr(whole_gpu, "hold_up", lambda part, ms: part.notes("hold up"))
-    monkeypatch.setattr(whole_gpu, "mark", lambda part: part.notes("mark"))
-    monkeypatch.setattr(whole_gpu, "ms_between", lambda start, end: 2.0)
-    found = whole_gpu._Parts(parts, parts)._ms("forward", lambda part: part.notes("launch on"))
-    assert found == 2.0
-    assert seen == [
-        *("wait for a", "wait for b", "hold up a", "hold up b"),
-        *("mark a", "launch on a", "mark a", "mark b", "launch on b", "mark b"),
-        *("wait for a", "wait for b"),
+    monkeypatch.setattr(whole_gpu, "synchronize", lambda part: seen.append(f"wait {part.index}"))
+    monkeypatch.setattr(whole_gpu, "hold_up", lambda on, ms: seen.append(f"hold up {on}"))
+    monkeypatch.setattr(whole_gpu, "mark", lambda on: seen.append(f"mark {on}"))
+    monkeypatch.setattr(whole_gpu, "ms_between", lambda start, end: seen.ms)
+    return seen
+
+
+class Seen(list):
+    ms = 0.0
+
+    @property
+    def longest(self):
+        """The most marks that no wait parts."""
+        stretches = "".join("|" if note.startswith("wait") else note[0] for note in self)
+        return max(stretch.count("m") for stretch in stretches.split("|"))
+
+
+def measured():
+    model, x = models.Norms().train(), torch.randn(4, 3, 8, 8)
+    return whole_gpu.whole_on_parts_ms(capture(model, (x,), {}), [x], PARTS)
+
+
+def test_all_parts_are_held_up_until_all_is_launched(seen):
+    """To wait for one that is held up would let the others begin one by one."""
+    measured()
+    assert seen[:10] == [
+        *("wait 0", "wait 1", "hold up 0", "hold up 1"),
+        *("mark 0", "mark 0", "mark 1", "mark 1", "wait 0", "wait 1"),
     ]
+    assert seen.longest == 4
+
+
+def test_parts_that_are_slower_than_the_host_have_no_rest(seen):
+    """A GPU that rests in between has a faster clock than in a step."""
+    seen.ms = 1000.0
+    found = measured()
+    turn = 7 * 2 * 2  # phases, parts, start and end
+    assert seen.longest == 6 * turn
+    assert found == (1000.0, 1000.0, 2000.0, 1000.0)
+
+
+@pytest.mark.parametrize("ms", [0.0, 1000.0])
+def test_ops_that_refuse_halves_are_measured_whole(seen, monkeypatch, ms):
+    def refuse(self):
+        self.backward()
+        raise RuntimeError("not in halves")
+
+    monkeypatch.setattr(Twin, "input_gradients", refuse)
+    seen.ms = ms
+    assert measured() == (ms, ms, math.inf, ms)
