@@ -9,6 +9,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fxpipe.capture import capture
+from fxpipe.capture.functions import Functions
+from fxpipe.capture.graph import own_graph
+from fxpipe.capture.names import model_names
 from fxpipe.errors import CaptureError
 
 
@@ -138,6 +141,20 @@ def test_what_is_made_of_numbers_and_then_moved_is_made_on_the_device():
     made = graph.find_nodes(op="call_function", target=torch.arange)
     # Where the user moves nothing, all is as in the user's model.
     assert [node.kwargs for node in made] == [{"device": torch.device("cpu")}, {}]
+
+
+def test_of_a_model_that_is_on_a_gpu_it_is_made_there():
+    """The graph is run beside the model before stages have devices of their own."""
+    gpu = torch.device("meta")  # stands for one
+    given = torch.fx.Graph(torch.fx.GraphModule(nn.Module(), torch.fx.Graph()))
+    given.placeholder("x").meta["example_value"] = torch.randn(4, 6, device=gpu)
+    numbers = given.call_function(torch.arange, (6,))
+    numbers.meta["example_value"] = torch.arange(6)
+    given.output((given.call_method("to", (numbers, gpu)),))
+    (made,) = own_graph(given, model_names(nn.Module()), ["x"], Functions()).find_nodes(
+        op="call_function", target=torch.arange
+    )
+    assert made.kwargs == {"device": gpu}
 
 
 def test_a_checkpoint_that_loses_gradients_is_told():

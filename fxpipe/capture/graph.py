@@ -51,6 +51,7 @@ def own_graph(
         # An input that is never read has `val` alone.
         builder.values[node].meta["val"] = node.meta.get("example_value", node.meta.get("val"))
         hand_on(formals_of(node), builder.values[node])
+    builder.device = _device_of(builder.graph)
     result = builder.copy(found)
     builder.graph.output(tuple(builder.result(value) for value in result))
     builder.graph.lint()
@@ -68,6 +69,7 @@ class _Builder:
         self.names = names
         self.functions = functions
         self.graph = fx.Graph()
+        self.device = torch.device("cpu")  # on which the model runs
         self.values: dict[fx.Node, Any] = {}
         self.attributes: dict[str, fx.Node] = {}
         self.region = PLAIN
@@ -148,7 +150,7 @@ class _Builder:
             moved = self.values[node.args[0]]  # type: ignore[index]
             if isinstance(moved, fx.Node):
                 hand_on(formals_of(node), moved)
-                _make_on_device(moved)
+                _make_on(self.device, moved)
             return moved
         stack = self.names.paths(node.meta.get("nn_module_stack", {}))
         module, call = stack[-1] if stack else ("", "")
@@ -252,8 +254,8 @@ def _only_moves(node: fx.Node) -> bool:
     return all(isinstance(value, torch.device | bool | int) for value in settings)
 
 
-def _make_on_device(moved: fx.Node) -> None:
-    """Let a tensor that is computed of numbers alone, as `torch.arange(8) / 8`, be on the device.
+def _make_on(device: torch.device, moved: fx.Node) -> None:
+    """Let a tensor that is computed of numbers alone, as `torch.arange(8) / 8`, be on `device`.
 
     Else it would stay where torch puts it, once the move is left out.
     """
@@ -266,7 +268,13 @@ def _make_on_device(moved: fx.Node) -> None:
         above.update(dict.fromkeys(tensors))
     for node in above:
         if not any(isinstance(used.meta["val"], Tensor | tuple) for used in node.all_input_nodes):
-            node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
+            node.kwargs = {**node.kwargs, "device": device}
+
+
+def _device_of(graph: fx.Graph) -> torch.device:
+    """That of its inputs."""
+    values = (node.meta["val"] for node in graph.find_nodes(op="placeholder"))
+    return next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
 
 
 def _attribute(owner: torch.nn.Module, target: str) -> Any:
