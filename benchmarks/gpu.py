@@ -162,6 +162,9 @@ def measure(
     profiles[work.name] = package.profile
     model.cpu()
     predicted = package.manifest.estimate
+    predicted_ms = predicted.step_ms
+    if work.capture and predicted.captured_ms is not None:
+        predicted_ms = predicted.captured_ms
 
     def taken(model: nn.Module, backward: Callable[[], object]) -> tuple[float, float]:
         return rate(model, backward, len(x), options.steps)
@@ -199,7 +202,7 @@ def measure(
         for name, run in runs.items():
             found[name].append(run())
     return {
-        "predicted": (1e3 * len(x) / predicted.step_ms, sum(predicted.peak_bytes) / GIB),
+        "predicted": (1e3 * len(x) / predicted_ms, sum(predicted.peak_bytes) / GIB),
         **{
             name: (statistics.median(r for r, _ in values), max(gib for _, gib in values))
             for name, values in found.items()

@@ -165,6 +165,7 @@ def _manifest(
             capacity_bytes,
             profile.loss.ms if profile.loss else 0.0,
             plan.estimate.ahead_bytes,
+            plan.estimate.captured_ms,
         ),
         solver=plan.solver,
         gap=plan.gap,

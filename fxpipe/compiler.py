@@ -22,6 +22,7 @@ from fxpipe.errors import CaptureError, PlanError
 from fxpipe.ir import Plan, Profile
 from fxpipe.package import Package
 from fxpipe.partial import largest_part
+from fxpipe.passes.launching import Hosts
 from fxpipe.passes.linearize import linearize
 from fxpipe.passes.portals import wire
 from fxpipe.passes.search.named import candidate
@@ -144,6 +145,7 @@ def compile(
             checkpoint=checkpoint,
             loops=loops,
             processors=costs.on_processors,
+            hosts=Hosts.of(costs.launch),
         )
         if network is not None:
             question = question.over(network)

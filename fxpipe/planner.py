@@ -13,6 +13,7 @@ from fxpipe.errors import FxpipeError
 from fxpipe.ir import GIVEN, CheckpointMode, Plan
 from fxpipe.passes import order
 from fxpipe.passes.bound.lower import bytes_free, lower_bound_ms
+from fxpipe.passes.launching import Hosts
 from fxpipe.passes.linearize import linearize
 from fxpipe.passes.partition_costs import edges_of
 from fxpipe.passes.search.plan import chain_loops
@@ -82,6 +83,7 @@ def model_question(
         capacity_bytes=(priced.capacity_bytes,) * len(lanes),
         training_factor=held.training_factor(model.parameters()),
         processors=priced.on_processors,
+        hosts=Hosts.of(priced.launch),
     )
 
 

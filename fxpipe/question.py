@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 
 from fxpipe.costs.topology import between_processors
 from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
+from fxpipe.passes.launching import Hosts
 from fxpipe.passes.partition import partition
+from fxpipe.passes.partition_hosts import with_launches
 from fxpipe.passes.partition_processes import with_messages_held
 from fxpipe.passes.search.named import named_candidates
 from fxpipe.passes.search.plan import LOOPS, TIME_LIMIT_S, search
@@ -21,7 +23,7 @@ class Question:
 
     `checkpoint` is a mode, or `auto`: then parts of stages may be computed again. A device holds
     `loops` stages; where that is None, the search tries each of `tried_loops`. Devices that are
-    `processors` send by themselves, if not within one process.
+    `processors` send by themselves, if not within one process. GPUs wait for their `hosts`.
     """
 
     chain: Chain
@@ -34,6 +36,7 @@ class Question:
     loops: int | None = None
     tried_loops: tuple[int, ...] = LOOPS
     processors: bool = False
+    hosts: Hosts | None = None
 
     @property
     def recompute(self) -> bool:
@@ -41,8 +44,12 @@ class Question:
         return self.checkpoint == AUTO
 
     def over(self, links: Network) -> "Question":
-        """The same over the links of a topology, in place of measured ones."""
-        return replace(self, network=between_processors(links) if self.processors else links)
+        """The same over the links of a topology, in place of measured ones, a process a device."""
+        return replace(
+            self,
+            network=between_processors(links) if self.processors else links,
+            hosts=self.hosts and replace(self.hosts, apart=True),
+        )
 
 
 def planned(
@@ -91,6 +98,8 @@ def planned(
             training_factor=q.training_factor,
             solver=solver,
         )
+    if q.hosts is not None:
+        plan = with_launches(q.chain, plan, q.network, q.training_factor, q.hosts)
     return with_messages_held(q.chain, plan, q.network, q.capacity_bytes)
 
 
@@ -106,4 +115,5 @@ def weighed_against(question: Question) -> Iterator[CandidateSpec]:
         network=q.network,
         capacity_bytes=q.capacity_bytes,
         training_factor=q.training_factor,
+        hosts=q.hosts,
     )

@@ -6,9 +6,11 @@ from itertools import pairwise
 
 from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, StageEstimate
 from fxpipe.passes import checkpoints
+from fxpipe.passes.launching import Hosts
 from fxpipe.passes.partition_stages import stage_costs, with_segments
 from fxpipe.passes.simulate import simulate
 from fxpipe.passes.simulate_costs import Message, StageCost
+from fxpipe.passes.simulate_kernel import NOT_LAUNCHED
 from fxpipe.schedule import Kind, Schedule
 
 Cuts = tuple[int, ...]
@@ -23,11 +25,18 @@ def evaluate(
     network: Network,
     training_factor: float = 1.0,
     segments: Sequence[checkpoints.Segments] = (),
+    hosts: Hosts | None = None,
 ) -> Estimate:
-    """What the simulator predicts of `chain` cut at `cuts` under `schedule`."""
+    """What the simulator predicts of `chain` cut at `cuts` under `schedule`.
+
+    Devices wait for `hosts` where these are given.
+    """
     stages, messages = segmented_costs(chain, cuts, training_factor, segments)
     recompute = checkpoints.recompute_table(checkpoint, schedule.n_microbatches)
-    simulation = simulate(schedule, stages, messages, network, recompute)
+    launched = NOT_LAUNCHED
+    if hosts is not None:
+        launched = hosts.launched(chain, cuts, schedule, recompute, segments)
+    simulation = simulate(schedule, stages, messages, network, recompute, launched=launched)
     received = Counter[int]()
     for message in messages:
         received[message.target] += message.bytes

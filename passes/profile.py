@@ -9,7 +9,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from fxpipe.costs.op_backward import backward_ms
 from fxpipe.costs.overhead import action_ms
 from fxpipe.costs.stopwatch import StopWatch
 from fxpipe.costs.whole import Whole, whole_ms
-from fxpipe.costs.whole_gpu import whole_on_parts_ms
-from fxpipe.ir import Capture, LossCost, OpCost, Profile
+from fxpipe.costs.whole_gpu import whole_on_gpus
+from fxpipe.ir import Capture, Launch, LossCost, OpCost, Profile
 from fxpipe.ops.interpret import DTYPE, TRAINING, run_graph, untouched
 from fxpipe.runtime.stream import (
     Device,
@@ -34,6 +34,15 @@ from fxpipe.runtime.stream import (
     use_streams,
 )
 from fxpipe.runtime.virtual import VirtualDevice
+
+
+class _Found(NamedTuple):
+    """The costs of ops and loss, what each action adds, and what the host launches in."""
+
+    costs: dict[str, OpCost]
+    loss: LossCost | None
+    action_ms: float
+    launch: Launch | None
 
 
 def profile(
@@ -67,7 +76,7 @@ def profile(
             if criterion is not None:
                 criterion = criterion.moved(lambda tensor: tensor.to(device))
             measure = partial(_on_lanes, apart=apart) if device.type == "cpu" else _on_gpus
-            costs, loss, overhead_ms = measure(capture, given, devices, criterion)
+            costs, loss, overhead_ms, launch = measure(capture, given, devices, criterion)
     finally:
         torch.set_num_threads(threads)
     return Profile(
@@ -79,6 +88,7 @@ def profile(
         fingerprint=capture.fingerprint,
         action_ms=overhead_ms,
         loss=loss,
+        launch=launch,
     )
 
 
@@ -88,17 +98,17 @@ def _on_lanes(
     devices: Sequence[Device],
     criterion: Criterion | None,
     apart: bool,
-) -> tuple[dict[str, OpCost], LossCost | None, float]:
-    """The costs of ops and loss on CPU lanes, and milliseconds that each action adds."""
-    lanes = sum(place(lane).type == "cpu" for lane in devices)
+) -> _Found:
+    """On CPU lanes, of which each action takes its time, and no host any."""
+    cpus = [lane for lane in devices if place(lane).type == "cpu"]
     spells = [whole_ms(capture, given, devices, criterion, apart)]
     costs, loss = _measure(capture, given, place(devices[0]), criterion)
     spells.append(whole_ms(capture, given, devices, criterion, apart))
-    overhead_ms = action_ms(1 if apart else lanes)
+    overhead_ms = action_ms(devices[:1] if apart else cpus)
     spells.append(whole_ms(capture, given, devices, criterion, apart))
     # What else a machine does comes in spells: of three, one that is slow says nothing.
     whole = Whole(*map(statistics.median, zip(*spells, strict=True)))
-    return _scaled(costs, whole), loss and dataclasses.replace(loss, ms=whole.loss_ms), overhead_ms
+    return _Found(*_like(whole, costs, loss), overhead_ms, None)
 
 
 def _on_gpus(
@@ -106,19 +116,20 @@ def _on_gpus(
     given: Sequence[Tensor],
     devices: Sequence[Device],
     criterion: Criterion | None,
-) -> tuple[dict[str, OpCost], LossCost | None, float]:
-    """The same on GPUs, where the host runs ahead of the devices and adds nothing.
+) -> _Found:
+    """On GPUs, which a host launches.
 
-    Of several GPUs the first may be too small for the whole model; the parts of one share it.
+    Of several GPUs the first may be too small for the whole model, of which nothing is known then;
+    the parts of one share it.
     """
     costs, loss = _measure(capture, given, place(devices[0]), criterion)
-    parts = [lane for lane in devices if isinstance(lane, VirtualDevice)]
-    whole = None
-    if len(parts) == len(devices):
-        whole = whole_on_parts_ms(capture, given, parts, criterion)
-    if whole is None:
-        return costs, loss, 0.0
-    return _scaled(costs, whole), loss and dataclasses.replace(loss, ms=whole.loss_ms), 0.0
+    in_parts = all(isinstance(lane, VirtualDevice) for lane in devices)
+    measured = whole_on_gpus(capture, given, devices if in_parts else devices[:1], criterion)
+    if measured is None:
+        return _Found(costs, loss, 0.0, None)
+    whole, launch = measured
+    launch = dataclasses.replace(launch, action_ms=action_ms(devices[:1]))
+    return _Found(*_like(whole, costs, loss), 0.0, launch)
 
 
 def _measure(
@@ -135,6 +146,13 @@ def _measure(
     meter = Meter(capture, modules, device, clock, engine_ms)
     outputs = run_graph(capture.graph, modules, state, [tensor.clone() for tensor in given], meter)
     return meter.costs, criterion.cost(outputs, clock, device) if criterion else None
+
+
+def _like(
+    whole: Whole, costs: Mapping[str, OpCost], loss: LossCost | None
+) -> tuple[dict[str, OpCost], LossCost | None]:
+    """Costs of ops and loss that come to those of the whole."""
+    return _scaled(costs, whole), loss and dataclasses.replace(loss, ms=whole.loss_ms)
 
 
 def _scaled(costs: Mapping[str, OpCost], whole: Whole) -> dict[str, OpCost]:

@@ -9,6 +9,8 @@ Rules, all of them:
   its ordered pair of devices for latency + bytes / bandwidth; a pair carries one message at a time,
   in the sender's order. Stages on one device hand over for nothing. Where devices do the sending
   themselves, the actions before and after a message are longer by what it takes of their time.
+- Where a host launches what a device does, no action starts before it begins to be launched, or
+  ends before it is.
 - A device always holds the static bytes of its stages: parameters, gradients, the optimizer's
   states, buffers; what several of its stages share, once.
 - A stage holds, for each micro-batch, its saved bytes from the start of F to the end of B or W,
@@ -93,12 +95,14 @@ def simulate(
     recompute: Sequence[Sequence[bool]],
     *,
     record: bool = True,
+    launched: _Floats = kernel.NOT_LAUNCHED,
 ) -> Simulation:
     """Run one step of `schedule` on paper.
 
     `messages` has at most one entry for each pair of stages; `recompute[j][i]` says whether stage
-    j recomputes micro-batch i. Without `record`, memory over time is left out. Raises ScheduleError
-    where the table can't run.
+    j recomputes micro-batch i. Without `record`, memory over time is left out. `launched`, (2, the
+    table's actions row by row), says when a host begins and ends to launch each (see `launching`).
+    Raises ScheduleError where the table can't run.
     """
     n, m = len(stages), schedule.n_microbatches
     device_of = [0] * n
@@ -115,6 +119,7 @@ def simulate(
         0.0,
         *given,
         record,
+        launched,
     )
     if len(ran[0]) < len(rows[1]):
         check(schedule, tuple(device_of), m, written={})

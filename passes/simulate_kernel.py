@@ -26,6 +26,9 @@ from fxpipe.passes.simulate_event_kernel import (
     push,
 )
 
+# As `launched`: the host is never waited for.
+NOT_LAUNCHED = np.empty((2, 0))
+
 
 @compiled
 def missing_arrivals(outbox_ends, receivers, n_stages, n_microbatches):  # type: ignore[no-untyped-def]
@@ -58,7 +61,7 @@ def run(  # type: ignore[no-untyped-def]
     row_ends, row_kinds, row_stages, row_microbatches,
     rank, split, capacity, patience,
     device_of, lasts, keeps, comes_back, workspace, recompute,
-    outbox_ends, receivers, sizes, transfers, at_rest, arriving, record,
+    outbox_ends, receivers, sizes, transfers, at_rest, arriving, record, launched,
 ):  # fmt: skip
     """Run a step: by the table if `row_ends` has a place for each device, else by `rank`.
 
@@ -68,7 +71,8 @@ def run(  # type: ignore[no-untyped-def]
     Outbox `2 j` is what stage j sends after F, `2 j + 1` after its backward; `receivers` are
     stages. `at_rest` is what each device holds between steps. `rank[F 0 or backward 1 or W 2,
     stage, micro-batch]` says what comes first; where `split[stage, micro-batch]`, I and W run in
-    place of B.
+    place of B. `launched`, if it is not empty, has the moments by which the host begins and ends to
+    launch each action of the table: it neither starts nor ends before.
 
     Returns devices, kinds, stages, micro-batches, starts, ends of the actions that ran and what
     each waited for last; peak memory by device; with `record`, memory over time as devices, ms,
@@ -247,6 +251,9 @@ def run(  # type: ignore[no-untyped-def]
             devices[action], kinds[action], stages[action] = d, kind, j
             microbatches[action] = i
             starts[action], ends[action] = now, now + lasts[kind, j, again]
+            if given and launched.size > 0:
+                starts[action] = max(now, launched[0, place])
+                ends[action] = max(starts[action] + lasts[kind, j, again], launched[1, place])
             if before[d] >= 0 and ends[before[d]] == now:
                 waited_for[action] = before[d]
             elif kind != WEIGHT:

@@ -1,13 +1,13 @@
-"""What an action takes besides its ops on CPU lanes: that of stages that do next to nothing."""
+"""What an action takes besides its ops: that of stages that do next to nothing."""
 
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.runtime import Pipeline
-from fxpipe.runtime.device_names import parse_devices
 from fxpipe.runtime.manifest import (
     FORMAT,
     EstimateSpec,
@@ -20,6 +20,7 @@ from fxpipe.runtime.manifest import (
     TensorSpec,
 )
 from fxpipe.runtime.stage import Stage
+from fxpipe.runtime.stream import Device, place
 from fxpipe.runtime.structure import describe
 from fxpipe.schedule import Action, Kind, Schedule
 
@@ -39,21 +40,23 @@ class _Scale(nn.Module):
         return x * self.get_parameter(self._name)
 
 
-def action_ms(n_lanes: int) -> float:
-    """Milliseconds of each on lanes that are all busy: they take turns at Python's lock."""
-    m = _MICROBATCHES
+def action_ms(devices: Sequence[Device]) -> float:
+    """Milliseconds of each on lanes that are all busy: they take turns at Python's lock.
+
+    Of GPUs it is what the host takes.
+    """
+    m, n_lanes = _MICROBATCHES, len(devices)
     manifest = _manifest(n_lanes)
     stages = [
-        Stage(j, spec, _Scale(spec.parameters[0]), j, torch.device("cpu"), "")
-        for j, spec in enumerate(manifest.stages)
+        Stage(j, spec, _Scale(spec.parameters[0]).to(place(on)), j, place(on), "")
+        for j, (spec, on) in enumerate(zip(manifest.stages, devices, strict=True))
     ]
     rows = (
         tuple(Action(j, kind, i) for kind in (Kind.FORWARD, Kind.BACKWARD) for i in range(m))
         for j in range(n_lanes)
     )
-    devices = parse_devices(["cpu"] * n_lanes)
-    pipe = Pipeline(manifest, Schedule(tuple(rows)), stages, devices, {})
-    x = torch.ones(m, 1)
+    pipe = Pipeline(manifest, Schedule(tuple(rows)), stages, tuple(devices), {})
+    x = torch.ones(m, 1, device=place(devices[-1]))
     times = []
     for _ in range(_REPEATS + 1):
         start = time.perf_counter()

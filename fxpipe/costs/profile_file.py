@@ -9,7 +9,7 @@ from typing import Any
 from fxpipe.costs.devices import PREFIX, device_named
 from fxpipe.costs.numbers import MOST_BYTES, UNLIMITED, number, whole
 from fxpipe.errors import InputError
-from fxpipe.ir import Link, LossCost, Network, OpCost, Profile
+from fxpipe.ir import Launch, Link, LossCost, Network, OpCost, Profile
 from fxpipe.outputs import whole_file
 
 _WAY_OUT = "write one with `fxpipe profile`"
@@ -44,6 +44,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
             },
         },
         "loss": None if profile.loss is None else dataclasses.asdict(profile.loss),
+        "launch": None if profile.launch is None else dataclasses.asdict(profile.launch),
     }
     with whole_file(Path(path)) as file:
         file.write_text(json.dumps(data, indent=1) + "\n")
@@ -56,6 +57,7 @@ def load_profile(path: str | Path) -> Profile:
         data["costs"] = {name: _cost(name, cost) for name, cost in data["costs"].items()}
         data["network"] = _network(data["network"])
         data["loss"] = _loss(data.get("loss"))
+        data["launch"] = _launch(data.get("launch"))
         return _profile(data)
     except OSError as error:
         raise InputError(f"the profile {path} can't be read: {error.strerror}") from error
@@ -104,6 +106,16 @@ def _loss(data: dict[str, Any] | None) -> LossCost | None:
     return loss
 
 
+def _launch(data: dict[str, Any] | None) -> Launch | None:
+    """Of a file that an earlier version wrote, none."""
+    if data is None:
+        return None
+    launch = Launch(**data)
+    _check_units("launching", launch)
+    number("the serial share of launching", launch.serial, 0, 1)
+    return launch
+
+
 def _network(data: dict[str, Any]) -> Network:
     pairs = {}
     for text, link in data["pairs"].items():
@@ -128,7 +140,7 @@ def _link_data(link: Link) -> dict[str, float | None]:
     }
 
 
-def _check_units(what: str, cost: OpCost | LossCost) -> None:
+def _check_units(what: str, cost: OpCost | LossCost | Launch) -> None:
     """Fields are called by their units."""
     for field in dataclasses.fields(cost):
         if field.name.endswith("ms"):

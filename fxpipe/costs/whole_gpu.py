@@ -1,25 +1,29 @@
-"""What the whole graph takes on a part of a GPU while the other parts are as busy as in a step.
+"""What the whole graph takes on a GPU, or on its parts at once, and what its host takes.
 
-They have processors of their own, and one memory and one supply of power: what moves bytes is
+Parts have processors of their own, and one memory and one supply of power: what moves bytes is
 slower beside others, and a GPU that takes all the power it may have lowers its clock within a tenth
 of a second. So they are measured while they have no rest, if the host launches faster than they
 compute. Else each part is held up until the host has launched on all of them, so that the host's
-time is no part of what is measured.
+time is no part of that. It is measured by itself: by one thread, and by one for each part at once.
 """
 
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
+import torch
 from torch import OutOfMemoryError, Tensor
 
 from fxpipe.costs.criterion import Criterion
 from fxpipe.costs.twin import Twin
 from fxpipe.costs.whole import Whole
-from fxpipe.ir import Capture
+from fxpipe.ir import Capture, Launch
+from fxpipe.runtime.lanes import Lanes
 from fxpipe.runtime.split import SplitBackward
 from fxpipe.runtime.stream import (
+    Device,
     Mark,
     current_stream,
     hold_up,
@@ -29,7 +33,6 @@ from fxpipe.runtime.stream import (
     synchronize,
     use_streams,
 )
-from fxpipe.runtime.virtual import VirtualDevice
 
 _REPEATS = 3
 _SPELL_MS = 2000.0  # without a rest, of which the second half counts
@@ -39,34 +42,39 @@ _Phase = Callable[[Twin], None]
 _Marks = list[tuple[Mark, Mark]]
 
 
-def whole_on_parts_ms(
+def whole_on_gpus(
     capture: Capture,
     given: Sequence[Tensor],
-    devices: Sequence[VirtualDevice],
+    devices: Sequence[Device],
     criterion: Criterion | None = None,
-) -> Whole | None:
-    """The means over the parts, medians of several turns; None if the GPU's memory is too small."""
+) -> tuple[Whole, Launch] | None:
+    """The means over `devices`, medians of several turns, and what launching takes.
+
+    None if a GPU's memory is too small.
+    """
     try:
         twins: list[Twin] = []
-        there: dict[int, Twin] = {}  # by GPU, whose weights its parts share
+        there: dict[torch.device, Twin] = {}  # by GPU, whose weights its parts share
         for device in devices:
-            twins.append(Twin(capture, given, criterion, place(device), there.get(device.gpu)))
-            there.setdefault(device.gpu, twins[-1])
+            gpu = place(device)
+            twins.append(Twin(capture, given, criterion, gpu, there.get(gpu)))
+            there.setdefault(gpu, twins[-1])
         for twin in twins[1:]:
             twin.drop_gradients()
         parts = _Parts(devices, twins)
         turns = [parts.turn() for _ in range(1 + _REPEATS)][1:]
+        launch = parts.launch(len(capture.ops))
         if parts.without_a_rest:
             turns = parts.spell(_SPELL_MS)
     except OutOfMemoryError:
         return None
-    return Whole(*map(statistics.median, zip(*turns, strict=True)))
+    return Whole(*map(statistics.median, zip(*turns, strict=True))), launch
 
 
 class _Parts:
-    """Virtual devices, each with its twin."""
+    """Devices, each with its twin."""
 
-    def __init__(self, devices: Sequence[VirtualDevice], twins: Sequence[Twin]) -> None:
+    def __init__(self, devices: Sequence[Device], twins: Sequence[Twin]) -> None:
         self._both = [*zip(devices, twins, strict=True)]
         self._splits: dict[Twin, SplitBackward] = {}
         self._phases = [Twin.forward, Twin.loss, Twin.backward, Twin.forward, Twin.loss]
@@ -105,6 +113,38 @@ class _Parts:
         times = [[_mean_ms(marks) for marks in turn] for turn in turns[n // 2 :]]
         return [_whole(turn[: len(self._phases)], turn[len(self._phases) :]) for turn in times]
 
+    def launch(self, n_ops: int) -> Launch:
+        """What the host has launched the last turns in, a graph of so many ops.
+
+        Threads that launch at once, as lanes do, take longer by the time that each has for itself.
+        """
+        n = len(self._both)
+        forward_ms, loss_ms, backward_ms = (
+            self._launch_ms[run] / n for run in (Twin.forward, Twin.loss, Twin.backward)
+        )
+        alone_ms = forward_ms + loss_ms + backward_ms
+        serial = 1.0
+        if n > 1:
+            lanes = Lanes([device for device, _ in self._both])
+            together_ms = min(self._together_ms(lanes, n * alone_ms) for _ in range(_REPEATS))
+            serial = max(0.0, min(1.0, (together_ms / alone_ms - 1) / (n - 1)))
+        return Launch(forward_ms / n_ops, backward_ms / n_ops, loss_ms, serial=serial)
+
+    def _together_ms(self, lanes: Lanes, about_ms: float) -> float:
+        """Milliseconds in which a thread for each part launches a turn, all at once."""
+
+        def turn(twin: Twin) -> None:
+            twin.forward()
+            twin.loss()
+            twin.backward()
+
+        self._hold_up(1.5 * about_ms)
+        started = time.perf_counter()
+        lanes.run([partial(turn, twin) for _, twin in self._both], lambda: None)
+        launched_ms = 1e3 * (time.perf_counter() - started)
+        self._synchronize()
+        return launched_ms
+
     def _first_half(self, twin: Twin) -> None:
         self._splits[twin] = twin.input_gradients()
 
@@ -113,9 +153,7 @@ class _Parts:
 
     def _ms(self, run: _Phase) -> float:
         """Milliseconds of `run` on a part, all of them at it at once."""
-        self._synchronize()
-        for device, _ in self._both:
-            hold_up(current_stream(device), 1.5 * self._launch_ms.get(run, 0.0))
+        self._hold_up(1.5 * self._launch_ms.get(run, 0.0))
         started = time.perf_counter()
         marks = self._launch(run)
         launch_ms = 1e3 * (time.perf_counter() - started)
@@ -133,6 +171,11 @@ class _Parts:
                 run(twin)
                 marks.append((start, mark(stream)))
         return marks
+
+    def _hold_up(self, ms: float) -> None:
+        self._synchronize()
+        for device, _ in self._both:
+            hold_up(current_stream(device), ms)
 
     def _synchronize(self) -> None:
         for device, _ in self._both:

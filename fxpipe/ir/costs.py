@@ -45,6 +45,21 @@ class LossCost:
 
 
 @dataclass(frozen=True, slots=True)
+class Launch:
+    """Milliseconds that a GPU's host takes to launch: the forward and the backward of an op, in the
+    mean, a micro-batch's loss, and what an action takes besides.
+
+    For a share `serial` of that no other lane of the process gets on.
+    """
+
+    forward_ms: float
+    backward_ms: float
+    loss_ms: float = 0.0
+    action_ms: float = 0.0
+    serial: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """Time of one message between two devices: latency_ms + bytes / bytes_per_ms.
 
@@ -83,7 +98,8 @@ class Profile:
     """Costs by op, the links between devices, and how they were got.
 
     `capacity_bytes` is what one device holds. `batch` is the micro-batch's rows. An action takes
-    `action_ms` besides its ops. `loss` is what the training loss costs, where it is known.
+    `action_ms` besides its ops. `loss` is what the training loss costs, where it is known, and
+    `launch` what the host does for a GPU.
     """
 
     costs: Mapping[str, OpCost]
@@ -95,6 +111,7 @@ class Profile:
     origin: str = "measured"
     action_ms: float = 0.0
     loss: LossCost | None = None
+    launch: Launch | None = None
 
     @property
     def on_processors(self) -> bool:

@@ -15,7 +15,7 @@ from fxpipe.runtime.read_json import read
 from fxpipe.runtime.sizes import size
 from fxpipe.runtime.structure import Structure
 
-FORMAT = 5
+FORMAT = 6
 UNKNOWN = "unknown"  # a size that depends on what the tensors hold
 
 # The modes in which a value is there.
@@ -150,7 +150,8 @@ class EstimateSpec:
     what the device holds from when on, `0.0 1024;1.5 2048`, in ms and bytes. `critical` are the
     actions that the step's length hangs on, in order of time. `capacity_bytes` is what each device
     has room for. The loss, `loss_ms`, is planned as part of the last stage's backwards. Of
-    `peak_bytes`, `ahead_bytes` are set aside for messages that a process asks for ahead.
+    `peak_bytes`, `ahead_bytes` are set aside for messages that a process asks for ahead. Where
+    GPUs wait for what the host launches, `captured_ms` is the step as one CUDA graph.
     """
 
     step_ms: float
@@ -162,6 +163,7 @@ class EstimateSpec:
     capacity_bytes: tuple[int, ...] = ()
     loss_ms: float = 0.0
     ahead_bytes: tuple[int, ...] = ()
+    captured_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from fxpipe.passes.search.cut_kernel import cut
 from fxpipe.passes.search.shift_kernel import best_shift
 from fxpipe.passes.search.shop_kernel import order_of, table_by
 from fxpipe.passes.search.tabu_kernel import best_order
-from fxpipe.passes.simulate_kernel import run
+from fxpipe.passes.simulate_kernel import NOT_LAUNCHED, run
 from fxpipe.passes.simulate_numbers import rows_of
 from fxpipe.schedule import Schedule
 
@@ -207,7 +207,7 @@ class Judge:
         self, rows: Any, choice: Any, candidate: Candidate, numbers: Any, split: NDArray[np.bool_]
     ) -> Found:
         """The step of a table, or of devices that choose."""
-        ran = run(*rows, *choice, *numbers, False)
+        ran = run(*rows, *choice, *numbers, False, NOT_LAUNCHED)
         over, step_ms = kernel.judge(ran, 2 * split.size + split.sum(), self.capacity)
         worth = int(over), float(step_ms)
         return Found(worth, candidate, numbers, split, ran, len(ran[0]))

@@ -7,6 +7,7 @@ from functools import partial
 from fxpipe.errors import PlanError
 from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, Plan
 from fxpipe.passes import checkpoints, order
+from fxpipe.passes.launching import Hosts
 from fxpipe.passes.order_whole import whole_where_it_pays
 from fxpipe.passes.partition import partition
 from fxpipe.passes.partition_costs import edges_of, evaluate
@@ -29,10 +30,11 @@ def named_candidates(
     network: Network,
     capacity_bytes: tuple[int, ...],
     training_factor: float,
+    hosts: Hosts | None = None,
 ) -> Iterator[CandidateSpec]:
     """Each with as many stages a device as it usually has; those for which blocks suffice."""
     for name, table, estimated in _on_equal_cuts(
-        chain, n_devices, n_microbatches, checkpoint, network, training_factor
+        chain, n_devices, n_microbatches, checkpoint, network, training_factor, hosts
     ):
         own = whole_where_it_pays(table, estimated, capacity_bytes)
         yield candidate(name, own, estimated(schedule=own), capacity_bytes)
@@ -85,6 +87,7 @@ def _on_equal_cuts(
     checkpoint: CheckpointMode,
     network: Network,
     training_factor: float,
+    hosts: Hosts | None = None,
 ) -> Iterator[tuple[str, Schedule, Callable[..., Estimate]]]:
     """Each schedule's name and table, and what estimates a step of its stages."""
     edges = edges_of(chain)
@@ -101,6 +104,7 @@ def _on_equal_cuts(
             checkpoint=checkpoints.place(checkpoint, n_stages),
             network=network,
             training_factor=training_factor,
+            hosts=hosts,
         )
         yield name, order.build(name, n_devices, n_microbatches, loops), estimated
 

@@ -87,7 +87,7 @@ def as_table(ran, numbers, split, n_devices):  # type: ignore[no-untyped-def]
     rows = table_by(order_of(ran, *split.shape), split, numbers[0], n_devices)
     return run(
         *rows, np.empty((0, 0, 0)), np.empty((0, 0), np.bool_), np.empty(0, np.int64), 0.0,
-        *numbers, False,
+        *numbers, False, np.empty((2, 0)),
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def attempt(numbers, split, capacity, groups, patiences, rounds):  # type: ignor
     rank = first_ranks(n_stages, n_microbatches, groups[0])
     best = run(
         no_rows, no_kinds, no_stages, no_stages, rank, split, capacity, patiences[0],
-        *numbers, False,
+        *numbers, False, np.empty((2, 0)),
     )  # fmt: skip
     work = len(best[0])
     best_over, best_ms = 1 << 61, np.inf
@@ -119,7 +119,7 @@ def attempt(numbers, split, capacity, groups, patiences, rounds):  # type: ignor
             if k > 0 or r > 0:
                 ran = run(
                     no_rows, no_kinds, no_stages, no_stages, rank, split, room, patiences[k],
-                    *numbers, False,
+                    *numbers, False, np.empty((2, 0)),
                 )  # fmt: skip
                 work += len(ran[0])
             over, step_ms = judge(ran, n_needed, capacity)

@@ -8,7 +8,7 @@ import pytest
 
 from fxpipe.costs.profile_file import load_profile, save_profile
 from fxpipe.errors import InputError
-from fxpipe.ir import Link, LossCost, Network, OpCost, Profile
+from fxpipe.ir import Launch, Link, LossCost, Network, OpCost, Profile
 
 PROFILE = Profile(
     costs={"a": OpCost(1.5, 2.5, (("b", 8),), 16, shapes_of=("weight",))},
@@ -18,6 +18,7 @@ PROFILE = Profile(
     batch=2,
     fingerprint="f",
     loss=LossCost(0.5, 64, ("memory",)),
+    launch=Launch(0.01, 0.02, 0.1, 0.05, 0.8),
 )
 
 
@@ -26,8 +27,8 @@ def test_profiles_come_back_from_their_file(tmp_path):
     assert load_profile(tmp_path / "costs.json") == PROFILE
 
 
-def test_a_profile_may_know_of_no_loss(tmp_path):
-    without = replace(PROFILE, loss=None)
+def test_a_profile_may_know_of_no_loss_and_no_host(tmp_path):
+    without = replace(PROFILE, loss=None, launch=None)
     save_profile(without, tmp_path / "costs.json")
     assert load_profile(tmp_path / "costs.json") == without
 
@@ -37,10 +38,10 @@ def test_what_an_earlier_version_did_not_know_may_be_lacking(tmp_path):
     data = json.loads((tmp_path / "costs.json").read_text())
     for name in ("added_bytes", "freed_bytes", "shapes_of"):
         del data["costs"]["a"][name]
-    del data["loss"]["unused"]
+    del data["loss"]["unused"], data["launch"]
     (tmp_path / "costs.json").write_text(json.dumps(data))
     cost = replace(PROFILE.costs["a"], shapes_of=())
-    known = replace(PROFILE, costs={"a": cost}, loss=LossCost(0.5, 64))
+    known = replace(PROFILE, costs={"a": cost}, loss=LossCost(0.5, 64), launch=None)
     assert load_profile(tmp_path / "costs.json") == known
 
 
@@ -77,6 +78,8 @@ def test_a_file_that_is_no_profile_is_refused(text, tmp_path):
         (("loss", "unused"), [3], "an output that the loss leaves unused is a text, not 3"),
         (("origin",), 3, "origin is a text, not 3"),
         (("device",), None, "device is a text, not None"),
+        (("launch", "serial"), 2, "the serial share of launching is a number from 0 to 1, not 2"),
+        (("launch", "forward_ms"), -1, "forward_ms of launching is a number .*, not -1"),
         (("loss", "ms"), -1, "ms of the loss is a number .*, not -1"),
     ],
 )

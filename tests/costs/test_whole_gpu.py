@@ -10,6 +10,8 @@ import torch
 from fxpipe.capture import capture
 from fxpipe.costs import whole_gpu
 from fxpipe.costs.twin import Twin
+from fxpipe.runtime.device_names import parse_devices
+from fxpipe.runtime.lanes import Lanes
 from fxpipe.runtime.virtual import VirtualDevice
 
 PARTS = [VirtualDevice(0, 2, 0), VirtualDevice(0, 2, 1)]
@@ -26,6 +28,7 @@ def seen(monkeypatch):
     monkeypatch.setattr(whole_gpu, "hold_up", lambda on, ms: seen.append(f"hold up {on}"))
     monkeypatch.setattr(whole_gpu, "mark", lambda on: seen.append(f"mark {on}"))
     monkeypatch.setattr(whole_gpu, "ms_between", lambda start, end: seen.ms)
+    monkeypatch.setattr(whole_gpu, "Lanes", lambda devices: Lanes(parse_devices("cpu*2")))
     return seen
 
 
@@ -41,7 +44,7 @@ class Seen(list):
 
 def measured():
     model, x = models.Norms().train(), torch.randn(4, 3, 8, 8)
-    return whole_gpu.whole_on_parts_ms(capture(model, (x,), {}), [x], PARTS)
+    return whole_gpu.whole_on_gpus(capture(model, (x,), {}), [x], PARTS)
 
 
 def test_all_parts_are_held_up_until_all_is_launched(seen):
@@ -57,7 +60,7 @@ def test_all_parts_are_held_up_until_all_is_launched(seen):
 def test_parts_that_are_slower_than_the_host_have_no_rest(seen):
     """A GPU that rests in between has a faster clock than in a step."""
     seen.ms = 1000.0
-    found = measured()
+    found, _ = measured()
     turn = 7 * 2 * 2  # phases, parts, start and end
     assert seen.longest == 6 * turn
     assert found == (1000.0, 1000.0, 2000.0, 1000.0)
@@ -71,4 +74,11 @@ def test_ops_that_refuse_halves_are_measured_whole(seen, monkeypatch, ms):
 
     monkeypatch.setattr(Twin, "input_gradients", refuse)
     seen.ms = ms
-    assert measured() == (ms, ms, math.inf, ms)
+    assert measured()[0] == (ms, ms, math.inf, ms)
+
+
+def test_what_the_host_takes_is_measured_by_itself(seen):
+    """Of ops that take a GPU no time at all."""
+    _, launch = measured()
+    assert min(launch.forward_ms, launch.backward_ms, launch.loss_ms) > 0
+    assert 0 <= launch.serial <= 1
