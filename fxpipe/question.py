@@ -3,8 +3,10 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fxpipe.costs.topology import between_processors
+from fxpipe.errors import PlanError
 from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
 from fxpipe.passes.launching import Hosts
 from fxpipe.passes.partition import partition
@@ -15,6 +17,8 @@ from fxpipe.passes.search.plan import LOOPS, TIME_LIMIT_S, search
 from fxpipe.passes.search.plan import NAME as AUTO
 from fxpipe.runtime.manifest import CandidateSpec
 from fxpipe.schedule import Schedule
+
+_FEW = 2  # stages a device
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,8 @@ def planned(
     """
     q = question
     if table is None or q.recompute:
-        plan = search(
+        sought = partial(
+            search,
             q.chain,
             n_devices=q.n_devices,
             n_microbatches=q.n_microbatches,
@@ -77,14 +82,13 @@ def planned(
             capacity_bytes=q.capacity_bytes,
             training_factor=q.training_factor,
             recompute=q.recompute,
-            loops=q.tried_loops if q.loops is None else (q.loops,),
             table=table,
             schedule_name=schedule if isinstance(schedule, str) else GIVEN,
             seed=seed,
             n_workers=workers,
-            time_limit_s=time_limit_s,
             progress=progress,
         )
+        plan = _searched(q, table is None, sought, time_limit_s)
     else:
         plan = partition(
             q.chain,
@@ -98,9 +102,38 @@ def planned(
             training_factor=q.training_factor,
             solver=solver,
         )
-    if q.hosts is not None:
-        plan = with_launches(q.chain, plan, q.network, q.training_factor, q.hosts)
+        plan = _waiting(q, plan)
     return with_messages_held(q.chain, plan, q.network, q.capacity_bytes)
+
+
+def _searched(q: Question, free: bool, sought: Callable[..., Plan], time_limit_s: float) -> Plan:
+    """What is `sought`; the number of stages is `free`, or that of a table.
+
+    The search knows of devices alone. Where hosts matter, each further stage costs them time, so
+    that half of the search goes to plans of few.
+    """
+    loops = q.tried_loops if q.loops is None else (q.loops,)
+    few = tuple(number for number in loops if number <= _FEW)
+    tries = [loops]
+    if free and q.hosts and q.hosts.matter(q.chain, q.n_devices) and few:
+        tries = [few, loops] if few != loops else [few]
+    found, unfit = [], []
+    for one in tries:
+        try:
+            plan = sought(loops=one, time_limit_s=time_limit_s / len(tries))
+            found.append(_waiting(q, plan))
+        except PlanError as error:
+            unfit.append(error)
+    if not found:
+        raise unfit[-1]
+    return min(found, key=lambda plan: plan.estimate.step_ms)
+
+
+def _waiting(q: Question, plan: Plan) -> Plan:
+    """The plan, whose step waits for hosts if there are any."""
+    if q.hosts is None:
+        return plan
+    return with_launches(q.chain, plan, q.network, q.training_factor, q.hosts)
 
 
 def weighed_against(question: Question) -> Iterator[CandidateSpec]:

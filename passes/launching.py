@@ -19,6 +19,8 @@ from fxpipe.schedule import Kind, Schedule
 
 _Floats = NDArray[np.float64]
 
+_MATTERS = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
@@ -31,6 +33,18 @@ class Hosts:
     def of(cls, launch: Launch | None) -> "Hosts | None":
         """One for all devices, where launching takes time."""
         return None if launch is None else cls(launch)
+
+    def matter(self, chain: Chain, n_devices: int) -> bool:
+        """Whether launching takes half as long as what the devices do, shared by all evenly."""
+        one, n_ops = self.launch, _ops(chain, 0, len(chain.blocks))
+        launch_ms = n_ops * (one.forward_ms + one.backward_ms) + one.loss_ms
+        launch_ms += 2 * n_devices * one.action_ms  # of a stage each
+        if self.apart:
+            launch_ms /= n_devices
+        else:
+            launch_ms *= one.serial + (1 - one.serial) / n_devices
+        taken_ms = sum(block.forward_ms + block.backward_ms for block in chain.blocks)
+        return launch_ms > _MATTERS * taken_ms / n_devices
 
     def launched(
         self,

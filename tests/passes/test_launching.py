@@ -15,7 +15,7 @@ from fxpipe.passes.partition import partition
 from fxpipe.passes.partition_hosts import with_launches
 from fxpipe.passes.simulate import simulate
 from fxpipe.passes.simulate_costs import StageCost
-from fxpipe.question import Question, planned
+from fxpipe.question import Question, planned, weighed_against
 
 CHAIN = plain([block(f"b{k}", forward_ms=1.0, backward_ms=1.0) for k in range(4)])
 NEVER = [[False] * 2] * 2
@@ -116,3 +116,24 @@ def test_what_is_planned_waits_for_its_hosts():
     assert alone.captured_ms is None
     over = planned(question.over(FREE), "1f1b", table).estimate
     assert alone.step_ms < over.step_ms < found.step_ms
+
+
+def test_the_search_takes_fewer_stages_where_each_costs_the_host_time():
+    """A plan of many stages, which is the shortest without a host, has more to launch."""
+    chain = plain([block(f"b{k}", backward_ms=1.0) for k in range(16)], n_bytes=0)
+    question = Question(chain, 4, 4, FREE, (2**40,) * 4, 1.0)
+    free = planned(question, "auto", None, time_limit_s=2.0)
+    hosts = Hosts(Launch(0.1, 0.1, action_ms=1.0))
+    found = planned(replace(question, hosts=hosts), "auto", None, time_limit_s=2.0)
+    assert len(found.cuts) < len(free.cuts)
+    assert found.estimate.step_ms < with_launches(chain, free, FREE, 1.0, hosts).estimate.step_ms
+    named = weighed_against(replace(question, hosts=hosts))
+    assert found.estimate.step_ms <= min(one.step_ms for one in named)
+
+
+def test_hosts_matter_where_launching_takes_half_as_long_as_what_is_launched():
+    """Four ops of 2 ms for two devices, so 4 ms each."""
+    one = Launch(0.3, 0.3)
+    assert Hosts(one).matter(CHAIN, 2)
+    assert not Hosts(replace(one, serial=0.5)).matter(CHAIN, 2)
+    assert not Hosts(one, apart=True).matter(CHAIN, 2)
