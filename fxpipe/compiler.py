@@ -22,12 +22,13 @@ from fxpipe.errors import CaptureError, PlanError
 from fxpipe.ir import Plan, Profile
 from fxpipe.package import Package
 from fxpipe.partial import largest_part
-from fxpipe.passes.launching import Hosts
 from fxpipe.passes.linearize import linearize
 from fxpipe.passes.portals import wire
 from fxpipe.passes.search.named import candidate
 from fxpipe.passes.search.plan import TIME_LIMIT_S
-from fxpipe.question import Question, planned, weighed_against
+from fxpipe.passes.simulate_launches import Hosts
+from fxpipe.planned import planned, weighed_against
+from fxpipe.question import Question
 from fxpipe.runtime.device_names import parse_devices
 from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.manifest import CandidateSpec, OptimizerSpec

@@ -13,11 +13,12 @@ from fxpipe.errors import FxpipeError
 from fxpipe.ir import GIVEN, CheckpointMode, Plan
 from fxpipe.passes import order
 from fxpipe.passes.bound.lower import bytes_free, lower_bound_ms
-from fxpipe.passes.launching import Hosts
 from fxpipe.passes.linearize import linearize
 from fxpipe.passes.partition_costs import edges_of
 from fxpipe.passes.search.plan import chain_loops
-from fxpipe.question import Question, planned
+from fxpipe.passes.simulate_launches import Hosts
+from fxpipe.planned import planned
+from fxpipe.question import Question
 from fxpipe.runtime.stream import Device
 from fxpipe.schedule import Schedule
 from fxpipe.settings import table_of

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, StageEstimate
 from fxpipe.passes import checkpoints
-from fxpipe.passes.launching import Hosts
 from fxpipe.passes.partition_stages import stage_costs, with_segments
 from fxpipe.passes.simulate import simulate
 from fxpipe.passes.simulate_costs import Message, StageCost
 from fxpipe.passes.simulate_kernel import NOT_LAUNCHED
+from fxpipe.passes.simulate_launches import Hosts
 from fxpipe.schedule import Kind, Schedule
 
 Cuts = tuple[int, ...]

@@ -101,8 +101,8 @@ def simulate(
 
     `messages` has at most one entry for each pair of stages; `recompute[j][i]` says whether stage
     j recomputes micro-batch i. Without `record`, memory over time is left out. `launched`, (2, the
-    table's actions row by row), says when a host begins and ends to launch each (see `launching`).
-    Raises ScheduleError where the table can't run.
+    table's actions row by row), says when a host begins and ends to launch each. Raises
+    ScheduleError where the table can't run.
     """
     n, m = len(stages), schedule.n_microbatches
     device_of = [0] * n

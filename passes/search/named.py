@@ -7,12 +7,12 @@ from functools import partial
 from fxpipe.errors import PlanError
 from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, Plan
 from fxpipe.passes import checkpoints, order
-from fxpipe.passes.launching import Hosts
 from fxpipe.passes.order_whole import whole_where_it_pays
 from fxpipe.passes.partition import partition
 from fxpipe.passes.partition_costs import edges_of, evaluate
 from fxpipe.passes.partition_path import even_path
 from fxpipe.passes.search.judge import SearchProblem
+from fxpipe.passes.simulate_launches import Hosts
 from fxpipe.runtime.manifest import CandidateSpec
 from fxpipe.schedule import Schedule
 

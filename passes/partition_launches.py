@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from fxpipe.ir import Chain, Network, Plan
-from fxpipe.passes.launching import Hosts
 from fxpipe.passes.partition_costs import evaluate
+from fxpipe.passes.simulate_launches import Hosts
 
 
 def with_launches(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxpipe.ir import Chain, Launch
-from fxpipe.passes.launching_kernel import launched_by_one
+from fxpipe.passes.simulate_launches_kernel import launched_by_one
 from fxpipe.passes.simulate_numbers import rows_of
 from fxpipe.schedule import Kind, Schedule
 

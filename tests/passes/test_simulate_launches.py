@@ -10,12 +10,13 @@ from test_simulate import FREE, timeline
 
 from fxpipe.ir import Launch
 from fxpipe.passes import order
-from fxpipe.passes.launching import Hosts
 from fxpipe.passes.partition import partition
-from fxpipe.passes.partition_hosts import with_launches
+from fxpipe.passes.partition_launches import with_launches
 from fxpipe.passes.simulate import simulate
 from fxpipe.passes.simulate_costs import StageCost
-from fxpipe.question import Question, planned, weighed_against
+from fxpipe.passes.simulate_launches import Hosts
+from fxpipe.planned import planned, weighed_against
+from fxpipe.question import Question
 
 CHAIN = plain([block(f"b{k}", forward_ms=1.0, backward_ms=1.0) for k in range(4)])
 NEVER = [[False] * 2] * 2

@@ -1,0 +1,138 @@
+"""The plan of a question, by the search or by a solver of cuts, and what it is weighed against."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from fxpipe.errors import PlanError
+from fxpipe.ir import GIVEN, CheckpointMode, Plan
+from fxpipe.passes.partition import partition
+from fxpipe.passes.partition_launches import with_launches
+from fxpipe.passes.partition_processes import with_messages_held
+from fxpipe.passes.search.named import named_candidates
+from fxpipe.passes.search.plan import NAME as AUTO
+from fxpipe.passes.search.plan import TIME_LIMIT_S, search
+from fxpipe.question import Question
+from fxpipe.runtime.manifest import CandidateSpec
+from fxpipe.schedule import Schedule
+from fxpipe.settings import table_of
+
+_FEW = 2  # stages a device
+
+
+def planned(
+    question: Question,
+    schedule: str | Schedule,
+    table: Schedule | None,
+    *,
+    solver: str = "dp",
+    seed: int = 0,
+    workers: int | None = None,
+    time_limit_s: float = TIME_LIMIT_S,
+    progress: Callable[[float], None] = lambda _: None,
+) -> Plan:
+    """The plan under `schedule`, whose `table` is None if its order is left to the search.
+
+    By the search if anything is left to it, else by the `solver`. Raises PlanError.
+    """
+    q = question
+    if table is None or q.recompute:
+        sought = partial(
+            search,
+            q.chain,
+            n_devices=q.n_devices,
+            n_microbatches=q.n_microbatches,
+            network=q.network,
+            capacity_bytes=q.capacity_bytes,
+            training_factor=q.training_factor,
+            recompute=q.recompute,
+            table=table,
+            schedule_name=schedule if isinstance(schedule, str) else GIVEN,
+            seed=seed,
+            n_workers=workers,
+            progress=progress,
+        )
+        waits = schedule == AUTO and q.hosts and q.hosts.matter(q.chain, q.n_devices)
+        seek = _beside_hosts if waits else _searched
+        plan = seek(q, sought, time_limit_s)
+    else:
+        plan = partition(
+            q.chain,
+            n_stages=table.n_stages,
+            n_microbatches=q.n_microbatches,
+            loops=max(Counter(table.stage_to_device).values()),
+            schedule=schedule,
+            checkpoint=CheckpointMode(q.checkpoint),
+            network=q.network,
+            capacity_bytes=q.capacity_bytes,
+            training_factor=q.training_factor,
+            solver=solver,
+        )
+        plan = _waiting(q, plan)
+    return with_messages_held(q.chain, plan, q.network, q.capacity_bytes)
+
+
+def _searched(q: Question, sought: Callable[..., Plan], time_limit_s: float) -> Plan:
+    """What is `sought`."""
+    loops = q.tried_loops if q.loops is None else (q.loops,)
+    return _waiting(q, sought(loops=loops, time_limit_s=time_limit_s))
+
+
+def _beside_hosts(q: Question, sought: Callable[..., Plan], time_limit_s: float) -> Plan:
+    """The same where hosts matter, of which the search knows nothing.
+
+    Each further stage costs them time: half of the search goes to plans of few stages, and a named
+    schedule is taken if it is shorter.
+    """
+    every = q.tried_loops if q.loops is None else (q.loops,)
+    few = tuple(number for number in every if number <= _FEW) or every
+    tries = [few, every] if few != every else [every]
+    found, unfit = [], []
+    for loops in tries:
+        try:
+            plan = sought(loops=loops, time_limit_s=time_limit_s / len(tries))
+            found.append(_waiting(q, plan))
+        except PlanError as error:
+            unfit.append(error)
+    if q.loops is None:
+        found += _shortest_named(q)
+    if not found:
+        raise unfit[-1]
+    return min(found, key=lambda plan: plan.estimate.step_ms)
+
+
+def _shortest_named(q: Question) -> Iterator[Plan]:
+    """The named schedule that is shortest on cuts of equal time, with cuts of its own."""
+    fitting = (one for one in weighed_against(q) if one.fits)
+    shortest = min(fitting, key=lambda one: one.step_ms, default=None)
+    if shortest is not None:
+        name = shortest.schedule
+        never = replace(q, checkpoint=CheckpointMode.NEVER) if q.recompute else q
+        with suppress(PlanError):
+            plan = planned(never, name, table_of(name, q.n_devices, q.n_microbatches, None))
+            yield replace(plan, schedule_name=AUTO)
+
+
+def _waiting(q: Question, plan: Plan) -> Plan:
+    """The plan, whose step waits for hosts if there are any."""
+    if q.hosts is None:
+        return plan
+    return with_launches(q.chain, plan, q.network, q.training_factor, q.hosts)
+
+
+def weighed_against(question: Question) -> Iterator[CandidateSpec]:
+    """The named schedules on cuts of equal time, which a plan is shown beside."""
+    q = question
+    mode = CheckpointMode.NEVER if q.recompute else CheckpointMode(q.checkpoint)
+    return named_candidates(
+        q.chain,
+        n_devices=q.n_devices,
+        n_microbatches=q.n_microbatches,
+        checkpoint=mode,
+        network=q.network,
+        capacity_bytes=q.capacity_bytes,
+        training_factor=q.training_factor,
+        hosts=q.hosts,
+    )
