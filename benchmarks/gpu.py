@@ -157,14 +157,12 @@ def measure(
         memory=None if named else work.memory,
         loops=None if named else work.loops,
         profile=profiles.get(work.name),
+        capture=work.capture,
         time_limit_s=options.time_limit,
     )
     profiles[work.name] = package.profile
     model.cpu()
     predicted = package.manifest.estimate
-    predicted_ms = predicted.step_ms
-    if work.capture and predicted.captured_ms is not None:
-        predicted_ms = predicted.captured_ms
 
     def taken(model: nn.Module, backward: Callable[[], object]) -> tuple[float, float]:
         return rate(model, backward, len(x), options.steps)
@@ -202,7 +200,7 @@ def measure(
         for name, run in runs.items():
             found[name].append(run())
     return {
-        "predicted": (1e3 * len(x) / predicted_ms, sum(predicted.peak_bytes) / GIB),
+        "predicted": (1e3 * len(x) / predicted.step_ms, sum(predicted.peak_bytes) / GIB),
         **{
             name: (statistics.median(r for r, _ in values), max(gib for _, gib in values))
             for name, values in found.items()

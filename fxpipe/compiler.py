@@ -61,6 +61,7 @@ def compile(
     optimizer: str | Optimizer = "sgd",
     memory: str | None = None,
     topology: str | None = None,
+    capture: str | None = None,
     time_limit_s: float = TIME_LIMIT_S,
     seed: int = 0,
     workers: int | None = None,
@@ -91,7 +92,8 @@ def compile(
     `optimizer`, sgd, momentum, adam, adamw, a file that describes one, or an `Optimizer`, says what
     a device holds besides parameters; `memory`, such as `"22GiB"` or a list with an amount for each
     device, how much it may hold, by default what it has. `topology`, such as
-    `"4x8:nvlink4/ib400"`, stands for the profile's links.
+    `"4x8:nvlink4/ib400"`, stands for the profile's links. GPUs whose ops are short wait for the
+    host, but not in steps that are captured as CUDA graphs, for which `capture` "graph" plans.
 
     With `allow_graph_breaks`, a model that can't be captured as one graph gives a package of its
     largest part that can: `manifest.part` names it, and `splice` puts it into the model.
@@ -99,7 +101,7 @@ def compile(
     The model is left as it was. Raises an FxpipeError for whatever can't be done.
     """
     lanes = parse_devices(devices)
-    check_settings(microbatches, loops, schedule, checkpoint, solver, time_limit_s)
+    check_settings(microbatches, loops, schedule, checkpoint, solver, time_limit_s, capture)
     counts = microbatch_counts(microbatches, len(lanes), schedule, profile)
     check_rows(batch_of(flat_inputs(model, args, kwargs or {}))[0], min(counts))
     # Refused before the work.
@@ -146,7 +148,7 @@ def compile(
             checkpoint=checkpoint,
             loops=loops,
             processors=costs.on_processors,
-            hosts=Hosts.of(costs.launch),
+            hosts=Hosts.of(costs.launch) if capture is None else None,
         )
         if network is not None:
             question = question.over(network)

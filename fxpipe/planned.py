@@ -2,22 +2,21 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import le
 
 from fxpipe.errors import PlanError
 from fxpipe.ir import GIVEN, CheckpointMode, Plan
 from fxpipe.passes.partition import partition
 from fxpipe.passes.partition_launches import with_launches
 from fxpipe.passes.partition_processes import with_messages_held
-from fxpipe.passes.search.named import named_candidates
+from fxpipe.passes.search.named import candidate, named_plans
 from fxpipe.passes.search.plan import NAME as AUTO
 from fxpipe.passes.search.plan import TIME_LIMIT_S, search
 from fxpipe.question import Question
 from fxpipe.runtime.manifest import CandidateSpec
 from fxpipe.schedule import Schedule
-from fxpipe.settings import table_of
 
 _FEW = 2  # stages a device
 
@@ -84,7 +83,7 @@ def _beside_hosts(q: Question, sought: Callable[..., Plan], time_limit_s: float)
     """The same where hosts matter, of which the search knows nothing.
 
     Each further stage costs them time: half of the search goes to plans of few stages, and a named
-    schedule is taken if it is shorter.
+    schedule on cuts of equal time is taken if it is shorter.
     """
     every = q.tried_loops if q.loops is None else (q.loops,)
     few = tuple(number for number in every if number <= _FEW) or every
@@ -97,42 +96,36 @@ def _beside_hosts(q: Question, sought: Callable[..., Plan], time_limit_s: float)
         except PlanError as error:
             unfit.append(error)
     if q.loops is None:
-        found += _shortest_named(q)
+        rooms = q.capacity_bytes
+        fitting = [plan for plan in _named(q) if all(map(le, plan.estimate.peak_bytes, rooms))]
+        found += [_waiting(q, replace(plan, schedule_name=AUTO)) for plan in fitting]
     if not found:
         raise unfit[-1]
     return min(found, key=lambda plan: plan.estimate.step_ms)
-
-
-def _shortest_named(q: Question) -> Iterator[Plan]:
-    """The named schedule that is shortest on cuts of equal time, with cuts of its own."""
-    fitting = (one for one in weighed_against(q) if one.fits)
-    shortest = min(fitting, key=lambda one: one.step_ms, default=None)
-    if shortest is not None:
-        name = shortest.schedule
-        never = replace(q, checkpoint=CheckpointMode.NEVER) if q.recompute else q
-        with suppress(PlanError):
-            plan = planned(never, name, table_of(name, q.n_devices, q.n_microbatches, None))
-            yield replace(plan, schedule_name=AUTO)
 
 
 def _waiting(q: Question, plan: Plan) -> Plan:
     """The plan, whose step waits for hosts if there are any."""
     if q.hosts is None:
         return plan
-    return with_launches(q.chain, plan, q.network, q.training_factor, q.hosts)
+    return with_launches(q.chain, plan, q.network, q.capacity_bytes, q.training_factor, q.hosts)
 
 
-def weighed_against(question: Question) -> Iterator[CandidateSpec]:
-    """The named schedules on cuts of equal time, which a plan is shown beside."""
-    q = question
-    mode = CheckpointMode.NEVER if q.recompute else CheckpointMode(q.checkpoint)
-    return named_candidates(
+def _named(q: Question) -> Iterator[Plan]:
+    """The named schedules on cuts of equal time, whether they fit or not."""
+    return named_plans(
         q.chain,
         n_devices=q.n_devices,
         n_microbatches=q.n_microbatches,
-        checkpoint=mode,
+        checkpoint=CheckpointMode.NEVER if q.recompute else CheckpointMode(q.checkpoint),
         network=q.network,
         capacity_bytes=q.capacity_bytes,
         training_factor=q.training_factor,
         hosts=q.hosts,
     )
+
+
+def weighed_against(question: Question) -> Iterator[CandidateSpec]:
+    """The named schedules on cuts of equal time, which a plan is shown beside."""
+    for plan in _named(question):
+        yield candidate(plan.schedule_name, plan.schedule, plan.estimate, question.capacity_bytes)

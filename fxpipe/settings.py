@@ -22,6 +22,7 @@ from fxpipe.show.texts import plural
 # Of a table. More of them no one waits for, and no one reads.
 _MOST_ACTIONS = 2**24
 _MOST_SECONDS = 1e6
+_GRAPH = "graph"  # of what a step can be captured as
 
 
 def check_settings(
@@ -31,6 +32,7 @@ def check_settings(
     checkpoint: str,
     solver: str,
     time_limit_s: float,
+    capture: str | None = None,
 ) -> None:
     """Before the work rather than after it, and all at once."""
     wrong = []
@@ -48,6 +50,7 @@ def check_settings(
         ("schedule", named, (*SCHEDULES, *SEARCHED)),
         ("checkpoint mode", checkpoint, modes),
         ("solver", solver, SOLVERS),
+        ("capture", capture or _GRAPH, (_GRAPH,)),
     ):
         if name not in names:
             wrong.append(f"there is no {what} {name!r}: use one of {', '.join(names)}")

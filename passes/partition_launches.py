@@ -1,27 +1,42 @@
 """A plan's step where a host launches what its devices do, which they may have to wait for."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-from fxpipe.ir import Chain, Network, Plan
+from fxpipe.ir import GIVEN, Chain, Network, Plan
+from fxpipe.passes.order_whole import whole_where_it_pays
 from fxpipe.passes.partition_costs import evaluate
 from fxpipe.passes.simulate_launches import Hosts
 
 
 def with_launches(
-    chain: Chain, plan: Plan, network: Network, training_factor: float, hosts: Hosts
+    chain: Chain,
+    plan: Plan,
+    network: Network,
+    capacity_bytes: Sequence[int],
+    training_factor: float,
+    hosts: Hosts,
 ) -> Plan:
-    """The plan whose estimate waits for `hosts`; without that it takes what `captured_ms` says."""
-    found = evaluate(
+    """The plan whose estimate waits for `hosts`; without that it takes what `captured_ms` says.
+
+    Halves of a backward are launched one by one: of a table that is not given, fewer may pay.
+    """
+    under = partial(
+        evaluate,
         chain,
         plan.cuts,
-        schedule=plan.schedule,
         checkpoint=plan.checkpoint,
         network=network,
         training_factor=training_factor,
         segments=plan.segments,
-        hosts=hosts,
     )
+    waiting = partial(under, hosts=hosts)
+    table = plan.schedule
+    if plan.schedule_name != GIVEN:
+        table = whole_where_it_pays(table, waiting, capacity_bytes)
+    alone, found = under(schedule=table), waiting(schedule=table)
     # Captured as a graph it has to fit as well.
-    peaks = map(max, found.peak_bytes, plan.estimate.peak_bytes)
-    estimate = replace(found, peak_bytes=tuple(peaks), captured_ms=plan.estimate.step_ms)
-    return replace(plan, estimate=estimate)
+    peaks = map(max, found.peak_bytes, alone.peak_bytes)
+    estimate = replace(found, peak_bytes=tuple(peaks), captured_ms=alone.step_ms)
+    return replace(plan, schedule=table, estimate=estimate)

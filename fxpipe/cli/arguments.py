@@ -1,5 +1,6 @@
 """What several commands take, and what it is if it is not given."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -21,5 +22,20 @@ Seed = Annotated[int, typer.Option("--seed", help="Of the search's chance.")]
 Workers = Annotated[
     int | None,
     typer.Option("--workers", min=1, help="Threads of the search [default: cores, at most 4]"),
+]
+
+
+class CaptureName(StrEnum):
+    """What a step is captured as."""
+
+    GRAPH = "graph"
+
+
+Capture = Annotated[
+    CaptureName | None,
+    typer.Option(
+        "--capture",
+        help="graph: plan for steps that are captured as CUDA graphs, which no host holds up.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]

@@ -11,6 +11,7 @@ from fxpipe.cli.arguments import (
     BATCH,
     OPTIMIZER,
     TIME_LIMIT_S,
+    Capture,
     DevicesText,
     Json,
     Seed,
@@ -112,6 +113,7 @@ def compile_command(
             "profile's; 8:pcie4 is one node.",
         ),
     ] = None,
+    capture: Capture = None,
     save_profile: Annotated[
         Path | None, typer.Option(help="Write the measured times of ops to this file.")
     ] = None,
@@ -200,6 +202,7 @@ def compile_command(
                 optimizer=optimizer,
                 memory=memory,
                 topology=topology,
+                capture=capture and capture.value,
                 time_limit_s=time_limit,
                 seed=seed,
                 workers=workers,

@@ -11,6 +11,7 @@ from fxpipe.cli.arguments import (
     BATCH,
     OPTIMIZER,
     TIME_LIMIT_S,
+    Capture,
     DevicesText,
     Json,
     Seed,
@@ -77,6 +78,7 @@ def plan_command(
         str | None,
         typer.Option(metavar="4x8:nvlink4/ib400", help="Links by name, in place of the costs'."),
     ] = None,
+    capture: Capture = None,
     time_limit: Annotated[
         float, typer.Option(min=0.1, help="Seconds for the search.")
     ] = TIME_LIMIT_S,
@@ -134,6 +136,8 @@ def plan_command(
             question = dataclasses.replace(question, capacity_bytes=capacity)
         if links is not None:
             question = question.over(links)
+        if capture is not None:
+            question = dataclasses.replace(question, hosts=None)
         with BestSoFar() as progress:
             found = answered(
                 question,

@@ -21,7 +21,7 @@ from fxpipe.schedule import Schedule
 _NEAR, _SHORT, _MOST_ACTIONS = 0.1, 0.8, 1500
 
 
-def named_candidates(
+def named_plans(
     chain: Chain,
     *,
     n_devices: int,
@@ -31,13 +31,24 @@ def named_candidates(
     capacity_bytes: tuple[int, ...],
     training_factor: float,
     hosts: Hosts | None = None,
-) -> Iterator[CandidateSpec]:
-    """Each with as many stages a device as it usually has; those for which blocks suffice."""
-    for name, table, estimated in _on_equal_cuts(
+) -> Iterator[Plan]:
+    """On cuts of equal time, whether they fit or not; those for which blocks suffice.
+
+    Each has as many stages a device as it usually has.
+    """
+    for name, table, cuts, estimated in _on_equal_cuts(
         chain, n_devices, n_microbatches, checkpoint, network, training_factor, hosts
     ):
         own = whole_where_it_pays(table, estimated, capacity_bytes)
-        yield candidate(name, own, estimated(schedule=own), capacity_bytes)
+        yield Plan(
+            cuts=cuts,
+            stage_to_device=own.stage_to_device,
+            schedule_name=name,
+            schedule=own,
+            checkpoint=checkpoints.place(checkpoint, own.n_stages),
+            estimate=estimated(schedule=own),
+            solver="equal cuts",
+        )
 
 
 def shorter_named(problem: SearchProblem, than_ms: float) -> Plan | None:
@@ -47,7 +58,7 @@ def shorter_named(problem: SearchProblem, than_ms: float) -> Plan | None:
     """
     p, m = problem.n_devices, problem.n_microbatches
     near = []
-    for name, table, estimated in _on_equal_cuts(
+    for name, table, _, estimated in _on_equal_cuts(
         problem.chain, p, m, CheckpointMode.NEVER, problem.network, problem.training_factor
     ):
         found = estimated(schedule=table)
@@ -88,8 +99,8 @@ def _on_equal_cuts(
     network: Network,
     training_factor: float,
     hosts: Hosts | None = None,
-) -> Iterator[tuple[str, Schedule, Callable[..., Estimate]]]:
-    """Each schedule's name and table, and what estimates a step of its stages."""
+) -> Iterator[tuple[str, Schedule, tuple[int, ...], Callable[..., Estimate]]]:
+    """Each schedule's name, table and cuts, and what estimates a step of its stages."""
     edges = edges_of(chain)
     for name in order.NAMES:
         loops = order.usual_loops(name, n_devices)
@@ -106,7 +117,7 @@ def _on_equal_cuts(
             training_factor=training_factor,
             hosts=hosts,
         )
-        yield name, order.build(name, n_devices, n_microbatches, loops), estimated
+        yield name, order.build(name, n_devices, n_microbatches, loops), cuts, estimated
 
 
 def candidate(

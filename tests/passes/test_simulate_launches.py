@@ -19,6 +19,7 @@ from fxpipe.planned import planned, weighed_against
 from fxpipe.question import Question
 
 CHAIN = plain([block(f"b{k}", forward_ms=1.0, backward_ms=1.0) for k in range(4)])
+ROOM = (2**40,) * 4
 NEVER = [[False] * 2] * 2
 TABLE = order.build("gpipe", 2, 2)  # of two stages of two ops
 
@@ -95,16 +96,15 @@ def test_a_table_is_never_faster_than_its_host_nor_than_its_devices(name):
         schedule=name,
         checkpoint="never",
         network=FREE,
-        capacity_bytes=(2**40,) * 2,
+        capacity_bytes=ROOM[:2],
         solver="dp",
         loops=order.usual_loops(name, 2),
     )
     for ms in (0.1, 0.5, 2.0):
         hosts = Hosts(Launch(ms, ms))
-        found = with_launches(chain, plan, FREE, 1.0, hosts).estimate
-        assert found.captured_ms == plan.estimate.step_ms
+        found = with_launches(chain, plan, FREE, ROOM, 1.0, hosts).estimate
         assert found.step_ms >= max(found.captured_ms, 12 * 4 * 2 * ms)
-        apart = with_launches(chain, plan, FREE, 1.0, replace(hosts, apart=True)).estimate
+        apart = with_launches(chain, plan, FREE, ROOM, 1.0, replace(hosts, apart=True)).estimate
         assert apart.step_ms <= found.step_ms
 
 
@@ -127,7 +127,9 @@ def test_the_search_takes_fewer_stages_where_each_costs_the_host_time():
     hosts = Hosts(Launch(0.1, 0.1, action_ms=1.0))
     found = planned(replace(question, hosts=hosts), "auto", None, time_limit_s=2.0)
     assert len(found.cuts) < len(free.cuts)
-    assert found.estimate.step_ms < with_launches(chain, free, FREE, 1.0, hosts).estimate.step_ms
+    assert (
+        found.estimate.step_ms < with_launches(chain, free, FREE, ROOM, 1.0, hosts).estimate.step_ms
+    )
     named = weighed_against(replace(question, hosts=hosts))
     assert found.estimate.step_ms <= min(one.step_ms for one in named)
 

@@ -13,23 +13,27 @@ from fxpipe.passes import order
 from fxpipe.passes.partition import partition
 from fxpipe.passes.search import named
 from fxpipe.passes.search.judge import SearchProblem
-from fxpipe.passes.search.named import named_candidates, shorter_named
+from fxpipe.passes.search.named import candidate, named_plans, shorter_named
 
 FREE = Network(Link(0.0, float("inf")))
 
 
 def candidates(n_blocks: int, capacity_bytes: int = 10**9):
     blocks = [block(f"b{k}", 1.0, 2.0, 100, weight_gradient_ms=1.0) for k in range(n_blocks)]
-    found = named_candidates(
+    room = (capacity_bytes,) * 2
+    found = named_plans(
         plain(blocks, n_bytes=0),
         n_devices=2,
         n_microbatches=8,
         checkpoint=CheckpointMode.NEVER,
         network=FREE,
-        capacity_bytes=(capacity_bytes,) * 2,
+        capacity_bytes=room,
         training_factor=1.0,
     )
-    return {one.schedule: one for one in found}
+    return {
+        one.schedule_name: candidate(one.schedule_name, one.schedule, one.estimate, room)
+        for one in found
+    }
 
 
 def test_each_named_schedule_is_weighed() -> None:
