@@ -10,6 +10,7 @@ from fxpipe.errors import PlanError
 from fxpipe.ir import GIVEN, CheckpointMode, Plan
 from fxpipe.passes.partition import partition
 from fxpipe.passes.partition_launches import with_launches
+from fxpipe.passes.partition_libraries import with_libraries_held
 from fxpipe.passes.partition_processes import with_messages_held
 from fxpipe.passes.search.named import candidate, named_plans
 from fxpipe.passes.search.plan import NAME as AUTO
@@ -44,7 +45,7 @@ def planned(
             n_devices=q.n_devices,
             n_microbatches=q.n_microbatches,
             network=q.network,
-            capacity_bytes=q.capacity_bytes,
+            capacity_bytes=q.room_bytes,
             training_factor=q.training_factor,
             recompute=q.recompute,
             table=table,
@@ -65,12 +66,13 @@ def planned(
             schedule=schedule,
             checkpoint=CheckpointMode(q.checkpoint),
             network=q.network,
-            capacity_bytes=q.capacity_bytes,
+            capacity_bytes=q.room_bytes,
             training_factor=q.training_factor,
             solver=solver,
         )
         plan = _waiting(q, plan)
-    return with_messages_held(q.chain, plan, q.network, q.capacity_bytes)
+    plan = with_messages_held(q.chain, plan, q.network, q.room_bytes)
+    return with_libraries_held(plan, q.chain.library_bytes)
 
 
 def _searched(q: Question, sought: Callable[..., Plan], time_limit_s: float) -> Plan:
@@ -96,7 +98,7 @@ def _beside_hosts(q: Question, sought: Callable[..., Plan], time_limit_s: float)
         except PlanError as error:
             unfit.append(error)
     if q.loops is None:
-        rooms = q.capacity_bytes
+        rooms = q.room_bytes
         fitting = [plan for plan in _named(q) if all(map(le, plan.estimate.peak_bytes, rooms))]
         found += [_waiting(q, replace(plan, schedule_name=AUTO)) for plan in fitting]
     if not found:
@@ -108,7 +110,7 @@ def _waiting(q: Question, plan: Plan) -> Plan:
     """The plan, whose step waits for hosts if there are any."""
     if q.hosts is None:
         return plan
-    return with_launches(q.chain, plan, q.network, q.capacity_bytes, q.training_factor, q.hosts)
+    return with_launches(q.chain, plan, q.network, q.room_bytes, q.training_factor, q.hosts)
 
 
 def _named(q: Question) -> Iterator[Plan]:
@@ -119,7 +121,7 @@ def _named(q: Question) -> Iterator[Plan]:
         n_microbatches=q.n_microbatches,
         checkpoint=CheckpointMode.NEVER if q.recompute else CheckpointMode(q.checkpoint),
         network=q.network,
-        capacity_bytes=q.capacity_bytes,
+        capacity_bytes=q.room_bytes,
         training_factor=q.training_factor,
         hosts=q.hosts,
     )
@@ -128,4 +130,5 @@ def _named(q: Question) -> Iterator[Plan]:
 def weighed_against(question: Question) -> Iterator[CandidateSpec]:
     """The named schedules on cuts of equal time, which a plan is shown beside."""
     for plan in _named(question):
-        yield candidate(plan.schedule_name, plan.schedule, plan.estimate, question.capacity_bytes)
+        held = with_libraries_held(plan, question.chain.library_bytes)
+        yield candidate(held.schedule_name, held.schedule, held.estimate, question.capacity_bytes)

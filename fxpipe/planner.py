@@ -133,6 +133,6 @@ def named(question: Question) -> Iterator[Answer]:
 
 
 def _bound_ms(q: Question) -> float:
-    free = bytes_free(q.chain, q.capacity_bytes, q.training_factor)
+    free = bytes_free(q.chain, q.room_bytes, q.training_factor)
     edges = edges_of(q.chain)
     return lower_bound_ms(q.chain, edges, q.n_devices, q.n_microbatches, q.network, free)

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, replace
 
 from fxpipe.costs.topology import between_processors
+from fxpipe.errors import PlanError
 from fxpipe.ir import Chain, CheckpointMode, Network
+from fxpipe.passes.partition_costs import size_text
 from fxpipe.passes.search.plan import LOOPS
 from fxpipe.passes.search.plan import NAME as AUTO
 from fxpipe.passes.simulate_launches import Hosts
@@ -34,6 +36,18 @@ class Question:
     def recompute(self) -> bool:
         """Whether the search may compute blocks again."""
         return self.checkpoint == AUTO
+
+    @property
+    def room_bytes(self) -> tuple[int, ...]:
+        """What each device has for stages. Raises PlanError where libraries take it all."""
+        held = self.chain.library_bytes
+        for d, capacity in enumerate(self.capacity_bytes):
+            if capacity <= held:
+                raise PlanError(
+                    f"device {d} has {size_text(capacity)}, and libraries such as cuBLAS take "
+                    f"{size_text(held)}: use devices with more memory"
+                )
+        return tuple(capacity - held for capacity in self.capacity_bytes)
 
     def over(self, links: Network) -> "Question":
         """The same over the links of a topology, in place of measured ones, a process a device."""

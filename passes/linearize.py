@@ -53,6 +53,7 @@ def linearize(capture: Capture, profile: Profile) -> Chain:
         cuttable=(True,) * len(blocks),
         divides=tuple(_divides(capture, nodes, blocks)),
         action_ms=profile.action_ms,
+        library_bytes=profile.library_bytes,
     )
 
 

@@ -205,6 +205,7 @@ def _does_not_fit(problem: Problem, estimate: Estimate, checkpoint: CheckpointMo
         stage for stage, place in zip(estimate.stages, places, strict=True) if place == device
     ]
     static = static_bytes(estimate, places, device, problem.training_factor)
+    held = problem.chain.library_bytes
     help_by = []
     if problem.n_stages < len(problem.edges) - 1:
         help_by.append(f"more than {problem.n_devices} devices")
@@ -213,8 +214,8 @@ def _does_not_fit(problem: Problem, estimate: Estimate, checkpoint: CheckpointMo
         if checkpoint is not CheckpointMode.ALWAYS:
             help_by.append("`--checkpoint auto`")
     return (
-        f"no partition fits: in the best one found, device {device} needs {size_text(peak)} and "
-        f"has {size_text(capacity)} (parameters and what training keeps of them "
+        f"no partition fits: in the best one found, device {device} needs {size_text(peak + held)} "
+        f"and has {size_text(capacity + held)} (parameters and what training keeps of them "
         f"{size_text(static)}, saved for one micro-batch "
         f"{size_text(sum(stage.saved_bytes for stage in stages))}). What would help: "
         f"{', or '.join(help_by) or 'devices with more memory'}"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fxpipe.costs.criterion import Criterion
 from fxpipe.costs.first_microbatch import first_microbatch
+from fxpipe.costs.libraries import drop_workspaces
 from fxpipe.costs.links import measure_network
 from fxpipe.costs.meter import Meter
 from fxpipe.costs.op_backward import backward_ms
@@ -37,12 +38,13 @@ from fxpipe.runtime.virtual import VirtualDevice
 
 
 class _Found(NamedTuple):
-    """The costs of ops and loss, what each action adds, and what the host launches in."""
+    """The costs of ops and loss, what each action adds, what a host takes, what libraries hold."""
 
     costs: dict[str, OpCost]
     loss: LossCost | None
-    action_ms: float
-    launch: Launch | None
+    action_ms: float = 0.0
+    launch: Launch | None = None
+    library_bytes: int = 0
 
 
 def profile(
@@ -76,19 +78,20 @@ def profile(
             if criterion is not None:
                 criterion = criterion.moved(lambda tensor: tensor.to(device))
             measure = partial(_on_lanes, apart=apart) if device.type == "cpu" else _on_gpus
-            costs, loss, overhead_ms, launch = measure(capture, given, devices, criterion)
+            found = measure(capture, given, devices, criterion)
     finally:
         torch.set_num_threads(threads)
     return Profile(
-        costs=costs,
+        costs=found.costs,
         network=measure_network(devices),
         device=str(devices[0]),
         capacity_bytes=min(capacities(devices)),
         batch=-(-capture.batch // n_microbatches),
         fingerprint=capture.fingerprint,
-        action_ms=overhead_ms,
-        loss=loss,
-        launch=launch,
+        action_ms=found.action_ms,
+        loss=found.loss,
+        launch=found.launch,
+        library_bytes=found.library_bytes,
     )
 
 
@@ -108,7 +111,7 @@ def _on_lanes(
     spells.append(whole_ms(capture, given, devices, criterion, apart))
     # What else a machine does comes in spells: of three, one that is slow says nothing.
     whole = Whole(*map(statistics.median, zip(*spells, strict=True)))
-    return _Found(*_like(whole, costs, loss), overhead_ms, None)
+    return _Found(*_like(whole, costs, loss), overhead_ms)
 
 
 def _on_gpus(
@@ -122,14 +125,19 @@ def _on_gpus(
     Of several GPUs the first may be too small for the whole model, of which nothing is known then;
     the parts of one share it.
     """
-    costs, loss = _measure(capture, given, place(devices[0]), criterion)
+    gpu = place(devices[0])
+    drop_workspaces(gpu)
+    costs, loss = _measure(capture, given, gpu, criterion)
+    held = drop_workspaces(gpu)
     in_parts = all(isinstance(lane, VirtualDevice) for lane in devices)
     measured = whole_on_gpus(capture, given, devices if in_parts else devices[:1], criterion)
-    if measured is None:
-        return _Found(costs, loss, 0.0, None)
-    whole, launch = measured
-    launch = dataclasses.replace(launch, action_ms=action_ms(devices[:1]))
-    return _Found(*_like(whole, costs, loss), 0.0, launch)
+    launch = None
+    if measured is not None:
+        whole, launch = measured
+        costs, loss = _like(whole, costs, loss)
+        launch = dataclasses.replace(launch, action_ms=action_ms(devices[:1]))
+    drop_workspaces(gpu)  # of a thread that is none of the lanes'
+    return _Found(costs, loss, launch=launch, library_bytes=held)
 
 
 def _measure(

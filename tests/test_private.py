@@ -93,6 +93,7 @@ PRIVATE = {
     "torch.nn.Module._compiled_call_impl": "runtime/drawing.py, runtime/stage.py",
     "torch.amp.GradScaler._unscale_grads_": "runtime/distributed/overflow.py",
     "torch.cuda._sleep": "runtime/stream.py",
+    "torch._C._cuda_clearCublasWorkspaces": "costs/libraries.py",
     "torch._utils._flatten_dense_tensors": "runtime/written.py",
     "torch._utils._unflatten_dense_tensors": "runtime/written.py",
     "torch.Tensor._indices": "runtime/memory.py",
@@ -115,6 +116,8 @@ PRIVATE = {
 
 @pytest.mark.parametrize("name", PRIVATE)
 def test_it_is_there(name):
+    if "_cuda_" in name and not torch.backends.cuda.is_built():
+        pytest.skip("this torch is built without CUDA")
     parts = name.split(".")
     found = importlib.import_module("torch")
     for place, part in enumerate(parts[1:], start=2):

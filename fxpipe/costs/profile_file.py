@@ -76,6 +76,7 @@ def _profile(data: dict[str, Any]) -> Profile:
     whole("capacity_bytes", profile.capacity_bytes, 1, UNLIMITED)
     whole("batch", profile.batch, 1)
     number("action_ms", profile.action_ms)
+    whole("library_bytes", profile.library_bytes)
     return profile
 
 

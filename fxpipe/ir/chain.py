@@ -59,7 +59,8 @@ class Chain:
     are those read by another block than their producer's, or, as block `len(blocks)`, by the
     caller; model inputs (producer -1) go straight from the caller to each stage that reads them.
     `divides[k]` is the number of the model's modules that a cut after block k would divide; a bare
-    chain has none. An action of a stage takes `action_ms` besides its blocks.
+    chain has none. An action of a stage takes `action_ms` besides its blocks, and each device holds
+    `library_bytes` besides.
     """
 
     blocks: tuple[Block, ...]
@@ -67,6 +68,7 @@ class Chain:
     cuttable: tuple[bool, ...]
     divides: tuple[int, ...] = ()
     action_ms: float = 0.0
+    library_bytes: int = 0
 
     def crossing(self, k: int) -> tuple[Value, ...]:
         """The values that a cut after block k sends on."""

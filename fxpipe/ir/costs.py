@@ -97,9 +97,9 @@ class Network:
 class Profile:
     """Costs by op, the links between devices, and how they were got.
 
-    `capacity_bytes` is what one device holds. `batch` is the micro-batch's rows. An action takes
-    `action_ms` besides its ops. `loss` is what the training loss costs, where it is known, and
-    `launch` what the host does for a GPU.
+    `capacity_bytes` is what one device holds, of which libraries take `library_bytes` for good.
+    `batch` is the micro-batch's rows. An action takes `action_ms` besides its ops. `loss` is what
+    the training loss costs, where it is known, and `launch` what the host does for a GPU.
     """
 
     costs: Mapping[str, OpCost]
@@ -112,6 +112,7 @@ class Profile:
     action_ms: float = 0.0
     loss: LossCost | None = None
     launch: Launch | None = None
+    library_bytes: int = 0
 
     @property
     def on_processors(self) -> bool:

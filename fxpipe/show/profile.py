@@ -29,6 +29,7 @@ def profile_json(profile: Profile) -> dict[str, Any]:
         "saved_bytes": sum({k: size for cost in costs for k, size in cost.saved}.values()),
         "loss_ms": profile.loss.ms if profile.loss else None,
         "capacity_bytes": profile.capacity_bytes,
+        "library_bytes": profile.library_bytes,
         "links": [{"between": list(ends), **_link_json(link)} for ends, link in links],
     }
 

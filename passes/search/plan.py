@@ -186,6 +186,7 @@ def runs(marked: list[bool], begin: int, end: int) -> tuple[tuple[int, int], ...
 def _does_not_fit(problem: SearchProblem, plan: Plan) -> str:
     """What the nearest plan lacks, where and when, and what was found to make one fit."""
     peaks = plan.estimate.peak_bytes
+    held = problem.chain.library_bytes
     over = [peak - room for peak, room in zip(peaks, problem.capacity_bytes, strict=True)]
     d = over.index(max(over))
     at_ms = next(ms for ms, size in plan.estimate.memory[d] if size == peaks[d])
@@ -195,9 +196,9 @@ def _does_not_fit(problem: SearchProblem, plan: Plan) -> str:
     smaller = ["smaller micro-batches"] if static < problem.capacity_bytes[d] else []
     ways = [*_remedies(problem), *smaller] or ["devices with more memory"]
     return (
-        f"no plan fits: in the nearest one found, device {d} needs {size_text(peaks[d])} at "
-        f"{action} and has {size_text(problem.capacity_bytes[d])}, {size_text(over[d])} less. What "
-        f"would make it fit: {', or '.join(ways)}"
+        f"no plan fits: in the nearest one found, device {d} needs {size_text(peaks[d] + held)} at "
+        f"{action} and has {size_text(problem.capacity_bytes[d] + held)}, {size_text(over[d])} "
+        f"less. What would make it fit: {', or '.join(ways)}"
     )
 
 
@@ -213,7 +214,8 @@ def _remedies(problem: SearchProblem) -> Iterator[str]:
     for n_devices in (p + p // 2 + p % 2, 2 * p, 4 * p):
         more = replace(again, n_devices=n_devices, capacity_bytes=(smallest,) * n_devices)
         if problem.table is None and n_devices < len(problem.edges) and _fits(more):
-            yield f"{n_devices} devices of {size_text(smallest)}, with `--checkpoint auto`"
+            capacity = smallest + problem.chain.library_bytes
+            yield f"{n_devices} devices of {size_text(capacity)}, with `--checkpoint auto`"
             return
 
 

@@ -19,6 +19,7 @@ PROFILE = Profile(
     fingerprint="f",
     loss=LossCost(0.5, 64, ("memory",)),
     launch=Launch(0.01, 0.02, 0.1, 0.05, 0.8),
+    library_bytes=32,
 )
 
 
@@ -38,10 +39,11 @@ def test_what_an_earlier_version_did_not_know_may_be_lacking(tmp_path):
     data = json.loads((tmp_path / "costs.json").read_text())
     for name in ("added_bytes", "freed_bytes", "shapes_of"):
         del data["costs"]["a"][name]
-    del data["loss"]["unused"], data["launch"]
+    del data["loss"]["unused"], data["launch"], data["library_bytes"]
     (tmp_path / "costs.json").write_text(json.dumps(data))
     cost = replace(PROFILE.costs["a"], shapes_of=())
-    known = replace(PROFILE, costs={"a": cost}, loss=LossCost(0.5, 64), launch=None)
+    loss = LossCost(0.5, 64)
+    known = replace(PROFILE, costs={"a": cost}, loss=loss, launch=None, library_bytes=0)
     assert load_profile(tmp_path / "costs.json") == known
 
 
@@ -74,6 +76,7 @@ def test_a_file_that_is_no_profile_is_refused(text, tmp_path):
         (("network", "link", "latency_ms"), -1, "latency_ms of the link is a number .*, not -1"),
         (("capacity_bytes",), 0, "capacity_bytes is a whole number .*, not 0"),
         (("capacity_bytes",), 2**63, "capacity_bytes is a whole number"),
+        (("library_bytes",), -1, "library_bytes is a whole number .*, not -1"),
         (("batch",), 2.0, "batch is a whole number .*, not 2.0"),
         (("loss", "unused"), [3], "an output that the loss leaves unused is a text, not 3"),
         (("origin",), 3, "origin is a text, not 3"),

@@ -15,7 +15,7 @@ from fxpipe.errors import InputError
 from fxpipe.ir import OpCost
 from fxpipe.ops.interpret import run_graph
 from fxpipe.passes.linearize import linearize
-from fxpipe.passes.profile import _scaled, profile
+from fxpipe.passes.profile import _on_gpus, _scaled, profile
 from fxpipe.runtime import whole_backward
 from fxpipe.runtime.device_names import parse_devices
 
@@ -268,3 +268,12 @@ def test_a_module_that_was_moved_is_the_one_that_is_measured():
     run_graph(captured.graph, moved, captured.state, [x], meter)
     (cost,) = meter.costs.values()
     assert cost.weight_gradient_ms == cost.backward_ms == 1.0
+
+
+def test_libraries_hold_what_the_ops_left_not_what_was_there_nor_what_parts_leave(monkeypatch):
+    left, x = iter([7, 5, 9]), torch.randn(4, 6)
+    drop = "fxpipe.passes.profile.drop_workspaces"
+    monkeypatch.setattr(drop, lambda device: next(left))
+    captured = capture(models.Chain(), (x,), {})
+    *_, held = _on_gpus(captured, [x], [torch.device("cpu")], None)
+    assert held == 5
