@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.runtime import stream
+from fxpipe.runtime.manifest import EstimateSpec
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.stream import Device
+from fxpipe.runtime.together import together_bytes
 
 Job = Callable[[], None]
 
@@ -45,14 +47,13 @@ class Peak:
 class Memory:
     """`peaks` has a `Peak` for each device; as a context, it measures what runs in the block.
 
-    Lanes of one CUDA device share its memory: their predictions are added up, as if all were at
-    their fullest at once.
+    Lanes of one CUDA device share its memory: what is predicted of it is what they hold together.
     """
 
     def __init__(
         self,
         devices: Sequence[Device],
-        predicted: Sequence[int],
+        estimate: EstimateSpec,
         stages: Sequence[Stage],
         count: Callable[["Memory | None"], None],
         first_lane: int,
@@ -64,7 +65,7 @@ class Memory:
         self._count = count
         self._first_lane = first_lane
         self._devices = tuple(devices)
-        self._predicted = tuple(predicted)
+        self._estimate = estimate
         self._stages = tuple(stages)
         self._measured: dict[int, int] = {}
         self._jobs: dict[int, Counted] = {}
@@ -77,7 +78,7 @@ class Memory:
             Peak(
                 str(stream.place(self._devices[lanes[0]])),
                 tuple(self._first_lane + lane for lane in lanes),
-                sum(self._predicted[lane] for lane in lanes),
+                together_bytes(self._estimate, lanes),
                 self._measured.get(lanes[0]),
             )
             for lanes in self._sharing()

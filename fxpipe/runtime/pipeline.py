@@ -132,18 +132,17 @@ class Pipeline(Engine):
                 pipe.step(x, target=y, loss_fn=loss_fn)
             print(memory)
 
-        CUDA devices' are those of torch's allocator; of a CPU lane it is the tensors that its ops
-        made, with its parameters, gradients and buffers; meanwhile lanes copy what they get from
-        the caller and from each other, as devices do, and stages that torch.compile runs are run
-        op by op: what is measured is what they hold without it. Counting takes time: trace another
-        step.
+        CUDA devices' are those of torch's allocator, of which the lanes of one GPU have one; of a
+        CPU lane it is the tensors that its ops made, with its parameters, gradients and buffers;
+        meanwhile lanes copy what they get from the caller and from each other, as devices do, and
+        stages that torch.compile runs are run op by op: what is measured is what they hold without
+        it. Counting takes time: trace another step.
         """
 
         def count(memory: Memory | None) -> None:
             self._memory = memory
 
-        peaks = self._estimate.peak_bytes
-        return Memory(self._devices, peaks, self._stages, count, self._first_lane)
+        return Memory(self._devices, self._estimate, self._stages, count, self._first_lane)
 
     def __repr__(self) -> str:
         lines = [
