@@ -32,6 +32,7 @@ import fxpipe
 from fxpipe.ir import Profile
 from fxpipe.runtime.device_names import parse_devices
 from fxpipe.runtime.stream import current_stream
+from fxpipe.runtime.together import together_bytes
 
 HERE = Path(__file__).parent
 DEVICES = "cuda:0/4"
@@ -200,7 +201,7 @@ def measure(
         for name, run in runs.items():
             found[name].append(run())
     return {
-        "predicted": (1e3 * len(x) / predicted.step_ms, sum(predicted.peak_bytes) / GIB),
+        "predicted": (1e3 * len(x) / predicted.step_ms, together_bytes(predicted, range(N)) / GIB),
         **{
             name: (statistics.median(r for r, _ in values), max(gib for _, gib in values))
             for name, values in found.items()

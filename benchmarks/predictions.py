@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import fxpipe
+from fxpipe.costs.libraries import drop_workspaces
 
 HERE = Path(__file__).parent
 MICROBATCHES = 8
@@ -179,6 +180,8 @@ def in_turns(
     for what their caller holds is none of theirs.
     """
     there = brought(made, on)
+    if on != LANES:
+        drop_workspaces(torch.device("cuda", 0))  # of the threads of pipelines before
     pipes = {}
     for case, package in packages.items():
         with tempfile.TemporaryDirectory() as folder:

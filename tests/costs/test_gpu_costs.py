@@ -41,6 +41,7 @@ def test_a_profile_is_of_the_device(devices):
     first = next(iter(ops))  # its input needs no gradient
     assert 0 < first.weight_gradient_ms == pytest.approx(first.backward_ms)
     assert sum(op.forward_ms + op.backward_ms for op in ops) < 50
+    assert min(found.launch.forward_ms, found.launch.backward_ms, found.launch.action_ms) > 0
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.bn.num_batches_tracked == 0
     assert found.library_bytes >= 2**20  # its linear layer is a matrix product, by cuBLAS
