@@ -36,10 +36,11 @@ from fxpipe.runtime.stream import (
 
 _REPEATS = 3
 _SPELL_MS = 2000.0  # without a rest, of which the second half counts
-_AHEAD = 0.8  # of what a turn takes at most what it takes to launch one, to have no rest
+_AHEAD = 0.9  # of what a turn takes at most what it takes to launch one, to have no rest
 
 _Phase = Callable[[Twin], None]
 _Marks = list[tuple[Mark, Mark]]
+_TURN: Sequence[_Phase] = (Twin.forward, Twin.loss, Twin.backward)
 
 
 def whole_on_gpus(
@@ -63,8 +64,9 @@ def whole_on_gpus(
             twin.drop_gradients()
         parts = _Parts(devices, twins)
         turns = [parts.turn() for _ in range(1 + _REPEATS)][1:]
-        launch = parts.launch(len(capture.ops))
-        if parts.without_a_rest:
+        together_ms = parts.together_ms()
+        launch = parts.launch(len(capture.ops), together_ms)
+        if together_ms < _AHEAD * parts.taken_ms:
             turns = parts.spell(_SPELL_MS)
     except OutOfMemoryError:
         return None
@@ -76,6 +78,7 @@ class _Parts:
 
     def __init__(self, devices: Sequence[Device], twins: Sequence[Twin]) -> None:
         self._both = [*zip(devices, twins, strict=True)]
+        self._lanes = Lanes(devices)
         self._splits: dict[Twin, SplitBackward] = {}
         self._phases = [Twin.forward, Twin.loss, Twin.backward, Twin.forward, Twin.loss]
         self._halves = [self._first_half, self._second_half]
@@ -85,9 +88,9 @@ class _Parts:
         self._taken_ms: dict[_Phase, float] = {}
 
     @property
-    def without_a_rest(self) -> bool:
-        """Whether the host launches a turn faster than the parts have computed the last one."""
-        return sum(self._launch_ms.values()) < _AHEAD * sum(self._taken_ms.values())
+    def taken_ms(self) -> float:
+        """What the parts took for the last turn's forward, loss and backward."""
+        return sum(self._taken_ms[run] for run in _TURN)
 
     def turn(self) -> Whole:
         """A forward, a loss and a backward of each; and another for halves. Each by itself.
@@ -108,42 +111,52 @@ class _Parts:
         """The later ones of turns that follow each other at once for so long."""
         phases = self._phases + self._halves
         n = 2 * math.ceil(max(_REPEATS, ms / sum(self._taken_ms[run] for run in phases) / 2))
-        turns = [[self._launch(run) for run in phases] for _ in range(n)]
+        marks = [*zip(*self._by_threads(phases * n), strict=True)]
         self._synchronize()
-        times = [[_mean_ms(marks) for marks in turn] for turn in turns[n // 2 :]]
-        return [_whole(turn[: len(self._phases)], turn[len(self._phases) :]) for turn in times]
+        times = [_mean_ms(pairs) for pairs in marks]
+        turns = [times[k : k + len(phases)] for k in range(0, len(times), len(phases))]
+        first = len(self._phases)
+        return [_whole(turn[:first], turn[first:]) for turn in turns[n // 2 :]]
 
-    def launch(self, n_ops: int) -> Launch:
+    def launch(self, n_ops: int, together_ms: float) -> Launch:
         """What the host has launched the last turns in, a graph of so many ops.
 
         Threads that launch at once, as lanes do, take longer by the time that each has for itself.
         """
         n = len(self._both)
-        forward_ms, loss_ms, backward_ms = (
-            self._launch_ms[run] / n for run in (Twin.forward, Twin.loss, Twin.backward)
-        )
+        forward_ms, loss_ms, backward_ms = (self._launch_ms[run] / n for run in _TURN)
         alone_ms = forward_ms + loss_ms + backward_ms
-        serial = 1.0
-        if n > 1:
-            lanes = Lanes([device for device, _ in self._both])
-            together_ms = min(self._together_ms(lanes, n * alone_ms) for _ in range(_REPEATS))
-            serial = max(0.0, min(1.0, (together_ms / alone_ms - 1) / (n - 1)))
+        serial = (together_ms / alone_ms - 1) / (n - 1) if n > 1 else 1.0
+        serial = max(0.0, min(1.0, serial))
         return Launch(forward_ms / n_ops, backward_ms / n_ops, loss_ms, serial=serial)
 
-    def _together_ms(self, lanes: Lanes, about_ms: float) -> float:
-        """Milliseconds in which a thread for each part launches a turn, all at once."""
-
-        def turn(twin: Twin) -> None:
-            twin.forward()
-            twin.loss()
-            twin.backward()
-
-        self._hold_up(1.5 * about_ms)
-        started = time.perf_counter()
-        lanes.run([partial(turn, twin) for _, twin in self._both], lambda: None)
-        launched_ms = 1e3 * (time.perf_counter() - started)
+    def together_ms(self) -> float:
+        """What a thread for each part takes at least to launch a turn, all at once."""
+        alone_ms, found = sum(self._launch_ms[run] for run in _TURN), []
+        for _ in range(_REPEATS):
+            self._hold_up(1.5 * alone_ms)
+            started = time.perf_counter()
+            self._by_threads(_TURN)
+            found.append(1e3 * (time.perf_counter() - started))
         self._synchronize()
-        return launched_ms
+        return min(found)
+
+    def _by_threads(self, phases: Sequence[_Phase]) -> list[_Marks]:
+        """For each part its marks of these phases, which a thread of its own launches."""
+        found: list[_Marks] = [[] for _ in self._both]
+
+        def launch(device: Device, twin: Twin, marks: _Marks) -> None:
+            stream = current_stream(device)
+            for run in phases:
+                start = mark(stream)
+                run(twin)
+                marks.append((start, mark(stream)))
+
+        jobs = [
+            partial(launch, *both, marks) for both, marks in zip(self._both, found, strict=True)
+        ]
+        self._lanes.run(jobs, lambda: None)
+        return found
 
     def _first_half(self, twin: Twin) -> None:
         self._splits[twin] = twin.input_gradients()
@@ -187,5 +200,5 @@ def _whole(phases: Sequence[float], halves: Sequence[float]) -> Whole:
     return Whole(forward_ms, backward_ms, sum(halves) if halves else math.inf, loss_ms)
 
 
-def _mean_ms(marks: _Marks) -> float:
+def _mean_ms(marks: Sequence[tuple[Mark, Mark]]) -> float:
     return statistics.mean(ms_between(start, end) for start, end in marks)
