@@ -32,7 +32,6 @@ import fxpipe
 from fxpipe.ir import Profile
 from fxpipe.runtime.device_names import parse_devices
 from fxpipe.runtime.stream import current_stream
-from fxpipe.runtime.together import together_bytes
 
 HERE = Path(__file__).parent
 DEVICES = "cuda:0/4"
@@ -164,6 +163,7 @@ def measure(
     profiles[work.name] = package.profile
     model.cpu()
     predicted = package.manifest.estimate
+    held = predicted.together_bytes or sum(predicted.peak_bytes)
 
     def taken(model: nn.Module, backward: Callable[[], object]) -> tuple[float, float]:
         return rate(model, backward, len(x), options.steps)
@@ -201,7 +201,7 @@ def measure(
         for name, run in runs.items():
             found[name].append(run())
     return {
-        "predicted": (1e3 * len(x) / predicted.step_ms, together_bytes(predicted, range(N)) / GIB),
+        "predicted": (1e3 * len(x) / predicted.step_ms, held / GIB),
         **{
             name: (statistics.median(r for r, _ in values), max(gib for _, gib in values))
             for name, values in found.items()

@@ -166,6 +166,7 @@ def _manifest(
             profile.loss.ms if profile.loss else 0.0,
             plan.estimate.ahead_bytes,
             plan.estimate.captured_ms,
+            plan.estimate.together_bytes,
         ),
         solver=plan.solver,
         gap=plan.gap,

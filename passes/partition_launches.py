@@ -5,9 +5,11 @@ from dataclasses import replace
 from functools import partial
 
 from fxpipe.ir import GIVEN, Chain, Network, Plan
+from fxpipe.passes.checkpoints import recompute_table
 from fxpipe.passes.order_whole import whole_where_it_pays
-from fxpipe.passes.partition_costs import evaluate
+from fxpipe.passes.partition_costs import evaluate, segmented_costs
 from fxpipe.passes.simulate_launches import Hosts
+from fxpipe.passes.simulate_together import together_bytes
 
 
 def with_launches(
@@ -38,5 +40,13 @@ def with_launches(
     alone, found = under(schedule=table), waiting(schedule=table)
     # Captured as a graph it has to fit as well.
     peaks = map(max, found.peak_bytes, alone.peak_bytes)
-    estimate = replace(found, peak_bytes=tuple(peaks), captured_ms=alone.step_ms)
+    stages, messages = segmented_costs(chain, plan.cuts, training_factor, plan.segments)
+    recompute = recompute_table(plan.checkpoint, table.n_microbatches)
+    launched = hosts.launched(chain, plan.cuts, table, recompute, plan.segments)
+    estimate = replace(
+        found,
+        peak_bytes=tuple(peaks),
+        together_bytes=together_bytes(table, stages, messages, network, recompute, launched),
+        captured_ms=alone.step_ms,
+    )
     return replace(plan, schedule=table, estimate=estimate)

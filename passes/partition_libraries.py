@@ -12,4 +12,10 @@ def with_libraries_held(plan: Plan, library_bytes: int) -> Plan:
         tuple((ms, n_bytes + library_bytes) for ms, n_bytes in held) for held in estimate.memory
     )
     peaks = tuple(peak + library_bytes for peak in estimate.peak_bytes)
-    return replace(plan, estimate=replace(estimate, peak_bytes=peaks, memory=memory))
+    together = estimate.together_bytes
+    if together is not None:
+        together += library_bytes * len(peaks)
+    return replace(
+        plan,
+        estimate=replace(estimate, peak_bytes=peaks, memory=memory, together_bytes=together),
+    )

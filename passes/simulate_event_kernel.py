@@ -7,7 +7,7 @@ and which of its messages.
 from fxpipe.jit import compiled
 
 FORWARD, BACKWARD, INPUT, WEIGHT = range(4)  # kinds of actions
-ENDS, ARRIVES, STARTS = range(3)  # an action or a message
+ENDS, ARRIVES, STARTS, LAUNCHED = range(4)  # an action, a message, a message, an action
 WHAT, ACTION = 60, 20  # a code in bits: what from 60 on, action from 20 on, message
 
 

@@ -11,6 +11,7 @@ Actions are numbered in the order in which they start.
 import numpy as np
 
 from fxpipe.jit import compiled
+from fxpipe.passes.simulate_arrays_kernel import missing_arrivals, with_room
 from fxpipe.passes.simulate_choice_kernel import choose, next_arrival, reserved_bytes
 from fxpipe.passes.simulate_event_kernel import (
     ACTION,
@@ -19,6 +20,7 @@ from fxpipe.passes.simulate_event_kernel import (
     ENDS,
     FORWARD,
     INPUT,
+    LAUNCHED,
     STARTS,
     WEIGHT,
     WHAT,
@@ -28,32 +30,6 @@ from fxpipe.passes.simulate_event_kernel import (
 
 # As `launched`: the host is never waited for.
 NOT_LAUNCHED = np.empty((2, 0))
-
-
-@compiled
-def missing_arrivals(outbox_ends, receivers, n_stages, n_microbatches):  # type: ignore[no-untyped-def]
-    """For F (0) and the backward (1) of each stage and micro-batch: how much it waits for."""
-    missing = np.zeros((2, n_stages, n_microbatches), np.int32)
-    for j in range(n_stages):
-        missing[0, j] += 1 if j > 0 else 0
-        missing[1, j] += 2 if j < n_stages - 1 else 1
-    for box in range(2 * n_stages):
-        begin = outbox_ends[box - 1] if box > 0 else 0
-        for slot in range(begin, outbox_ends[box]):
-            missing[box % 2, receivers[slot]] += 1
-    return missing
-
-
-@compiled
-def with_room(log_device, log_ms, log_bytes, n_log):  # type: ignore[no-untyped-def]
-    """The log, in arrays twice as long where these are full."""
-    if n_log < len(log_ms):
-        return log_device, log_ms, log_bytes
-    return (
-        np.concatenate((log_device, np.empty_like(log_device))),
-        np.concatenate((log_ms, np.empty_like(log_ms))),
-        np.concatenate((log_bytes, np.empty_like(log_bytes))),
-    )
 
 
 @compiled
@@ -95,6 +71,7 @@ def run(  # type: ignore[no-untyped-def]
     halved = np.zeros((n_stages, n_microbatches), np.bool_)
     link_free = np.zeros((n_devices, n_devices))
     before = np.full(n_devices, -1, np.int64)  # the device's last action
+    awaited = np.full(n_devices, -1, np.int64)  # the place in the table that it is to launch
     next_of = np.zeros(n_devices, np.int64)
     if given:
         next_of[1:] = row_ends[:-1]
@@ -115,8 +92,8 @@ def run(  # type: ignore[no-untyped-def]
     is_touched = np.ones(n_devices, np.bool_)
     log_device, log_ms, log_bytes = np.empty(64, np.int32), np.empty(64), np.empty(64, np.int64)
     n_log = 0
-    # Room for an action of each device, and for messages, more where they are sent.
-    times, codes, size = np.empty(64 + 2 * n_devices), np.empty(64 + 2 * n_devices, np.int64), 0
+    # Room for two events of each device, and for messages, more where they are sent.
+    times, codes, size = np.empty(64 + 3 * n_devices), np.empty(64 + 3 * n_devices, np.int64), 0
     now = 0.0
     while True:
         # The events of one instant.
@@ -126,6 +103,12 @@ def run(  # type: ignore[no-untyped-def]
             size -= 1
             what = code >> WHAT
             action = (code >> ACTION) & ((1 << (WHAT - ACTION)) - 1)
+            if what == LAUNCHED:
+                if not is_touched[action]:  # it is a device
+                    is_touched[action] = True
+                    touched[n_touched] = action
+                    n_touched += 1
+                continue
             j, i, kind = stages[action], microbatches[action], kinds[action]
             d, way = device_of[j], 0 if kind == FORWARD else 1
             changed = d
@@ -168,7 +151,7 @@ def run(  # type: ignore[no-untyped-def]
                             n_touched += 1
                     box = 2 * j + way
                     begin = outbox_ends[box - 1] if box > 0 else 0
-                    while size + 2 * (outbox_ends[box] - begin) + n_devices > len(times):
+                    while size + 2 * (outbox_ends[box] - begin) + 2 * n_devices > len(times):
                         times = np.concatenate((times, np.empty_like(times)))
                         codes = np.concatenate((codes, np.empty_like(codes)))
                     for slot in range(begin, outbox_ends[box]):
@@ -222,6 +205,13 @@ def run(  # type: ignore[no-untyped-def]
                     ready = missing[0 if kind == FORWARD else 1, j, i] == 0
                 if not ready:
                     continue
+                if launched.size > 0 and launched[0, place] > now:
+                    if awaited[d] != place:
+                        awaited[d] = place
+                        code = (LAUNCHED << WHAT) | (d << ACTION)
+                        push(times, codes, size, launched[0, place], code)
+                        size += 1
+                    continue
                 next_of[d] += 1
             else:
                 kind, j, lacks_room[d] = choose(
@@ -252,8 +242,7 @@ def run(  # type: ignore[no-untyped-def]
             microbatches[action] = i
             starts[action], ends[action] = now, now + lasts[kind, j, again]
             if given and launched.size > 0:
-                starts[action] = max(now, launched[0, place])
-                ends[action] = max(starts[action] + lasts[kind, j, again], launched[1, place])
+                ends[action] = max(ends[action], launched[1, place])
             if before[d] >= 0 and ends[before[d]] == now:
                 waited_for[action] = before[d]
             elif kind != WEIGHT:

@@ -17,7 +17,8 @@ from fxpipe.passes.simulate_launches_kernel import launched_by_one
 from fxpipe.passes.simulate_numbers import rows_of
 from fxpipe.schedule import Kind, Schedule
 
-_Floats = NDArray[np.float64]
+# When a host begins and ends to launch each action of a table: (2, actions row by row).
+Launched = NDArray[np.float64]
 
 _MATTERS = 0.5
 
@@ -53,7 +54,7 @@ class Hosts:
         schedule: Schedule,
         recompute: Sequence[Sequence[bool]],
         segments: Sequence[Sequence[tuple[int, int]]] = (),
-    ) -> _Floats:
+    ) -> Launched:
         """By when each action begins and ends to be launched, in ms: (2, actions row by row)."""
         rows = rows_of(schedule)
         takes = self._takes(chain, cuts, schedule, recompute, segments)
@@ -70,7 +71,7 @@ class Hosts:
         schedule: Schedule,
         recompute: Sequence[Sequence[bool]],
         segments: Sequence[Sequence[tuple[int, int]]],
-    ) -> _Floats:
+    ) -> NDArray[np.float64]:
         """Milliseconds of the host for each action. Halves of a backward take equally long."""
         one = self.launch
         bounds = [*pairwise((0, *cuts, len(chain.blocks)))]

@@ -33,7 +33,8 @@ class Estimate:
     is what each device holds over time: (ms, bytes) at first and after each change. `critical` are
     the actions that the step's length hangs on, in order of time. Of `peak_bytes`, `ahead_bytes`
     are set aside for messages that a process asks for ahead. Where GPUs wait for what a host
-    launches, `captured_ms` is the step without that, as of one captured as a CUDA graph.
+    launches, `captured_ms` is the step without that, as of one captured as a CUDA graph, and
+    `together_bytes` is what devices that share a memory, all of them, hold of it at most.
     """
 
     step_ms: float
@@ -45,6 +46,7 @@ class Estimate:
     critical: tuple[Action, ...] = ()
     ahead_bytes: tuple[int, ...] = ()
     captured_ms: float | None = None
+    together_bytes: int | None = None
 
 
 # The schedule's name where the table is the user's own.

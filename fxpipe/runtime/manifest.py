@@ -151,7 +151,8 @@ class EstimateSpec:
     actions that the step's length hangs on, in order of time. `capacity_bytes` is what each device
     has room for. The loss, `loss_ms`, is planned as part of the last stage's backwards. Of
     `peak_bytes`, `ahead_bytes` are set aside for messages that a process asks for ahead. Where
-    GPUs wait for what the host launches, `captured_ms` is the step as one CUDA graph.
+    GPUs wait for what the host launches, `captured_ms` is the step as one CUDA graph, and
+    `together_bytes` is what all devices hold together at their fullest, if they share a memory.
     """
 
     step_ms: float
@@ -164,6 +165,7 @@ class EstimateSpec:
     loss_ms: float = 0.0
     ahead_bytes: tuple[int, ...] = ()
     captured_ms: float | None = None
+    together_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

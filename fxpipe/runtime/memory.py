@@ -22,7 +22,6 @@ from fxpipe.runtime import stream
 from fxpipe.runtime.manifest import EstimateSpec
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.stream import Device
-from fxpipe.runtime.together import together_bytes
 
 Job = Callable[[], None]
 
@@ -47,7 +46,8 @@ class Peak:
 class Memory:
     """`peaks` has a `Peak` for each device; as a context, it measures what runs in the block.
 
-    Lanes of one CUDA device share its memory: what is predicted of it is what they hold together.
+    Lanes of one CUDA device share its memory: what is predicted of it is what they hold together as
+    the host launches their ops, whichever run at once.
     """
 
     def __init__(
@@ -78,11 +78,18 @@ class Memory:
             Peak(
                 str(stream.place(self._devices[lanes[0]])),
                 tuple(self._first_lane + lane for lane in lanes),
-                together_bytes(self._estimate, lanes),
+                self._predicted(lanes),
                 self._measured.get(lanes[0]),
             )
             for lanes in self._sharing()
         )
+
+    def _predicted(self, lanes: Sequence[int]) -> int:
+        """As if all were at their fullest at once, if no more is known of them together."""
+        together = self._estimate.together_bytes
+        if together is not None and 1 < len(lanes) == len(self._devices):
+            return together
+        return sum(self._estimate.peak_bytes[lane] for lane in lanes)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.peaks))
