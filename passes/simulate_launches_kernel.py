@@ -17,7 +17,7 @@ def launched_by_one(  # type: ignore[no-untyped-def]
     on. The one that could first begin goes first.
     """
     n_devices = len(row_ends)
-    launched = np.empty((2, len(row_kinds)))
+    launched = np.zeros((2, len(row_kinds)))
     # By way, stage and micro-batch: when F and the backward are launched.
     known = np.full((2, n_stages, n_microbatches), np.inf)
     next_of = np.zeros(n_devices, np.int64)
