@@ -22,8 +22,6 @@ def passes_text(package: Package) -> str:
     portals = sum(port.portal for port in ports)
     cuts = ", ".join(map(str, plan.cuts)) or "none"
     bound = "" if plan.bound_ms is None else f", bound {ms_text(plan.bound_ms)}"
-    captured_ms = plan.estimate.captured_ms
-    graph = "" if captured_ms is None else f" ({ms_text(captured_ms)} as a CUDA graph)"
     lines = {
         "capture": f"{len(capture.ops)} ops, {len(capture.state)} tensors of state, "
         f"{checked_text(capture.checked)}",
@@ -32,7 +30,7 @@ def passes_text(package: Package) -> str:
         "linearize": f"{len(chain.blocks)} blocks, {sum(chain.cuttable)} places to cut, "
         f"{len(chain.values)} values between blocks",
         "partition": f"cuts after blocks {cuts} by {plan.solver}: step "
-        f"{ms_text(plan.estimate.step_ms)}{graph}{bound}",
+        f"{ms_text(plan.estimate.step_ms)}{bound}",
         "portals": f"{sum(port.source is not None for port in ports)} values cross, "
         f"{portals} by portal",
         "emit": f"{len(package.files)} files, "

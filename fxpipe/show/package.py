@@ -10,9 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from fxpipe.edits import Edits
-from fxpipe.runtime.manifest import Manifest, StageSpec
+from fxpipe.runtime.manifest import EstimateSpec, Manifest, StageSpec
 from fxpipe.show.table import edits_lines, new_table, spaced
 from fxpipe.show.texts import bytes_text, checked_text, devices_text, ms_text, plural
+
+_HELD_UP = 1.01
 
 
 def package_json(manifest: Manifest, edits: Edits) -> dict[str, Any]:
@@ -150,12 +152,22 @@ def _step(manifest: Manifest) -> str:
     return (
         f"[bold]predicted step {ms_text(estimate.step_ms)}, bubble {estimate.bubble:z.0%}[/bold]; "
         f"solver {manifest.solver}{gap}\n"
+        f"{_waiting(estimate)}"
         f"times {escape(manifest.profile)}, {loss}; "
         f"graph {escape(checked_text(manifest.checked))}\n"
         f"memory planned for {escape(manifest.optimizer.text)}\n"
         "[dim]forward, backward and bytes are of one micro-batch; peak memory is the device's "
         "over a step[/dim]"
     )
+
+
+def _waiting(estimate: EstimateSpec) -> str:
+    """That a step waits for the host, where it is longer for it by a hundredth."""
+    captured_ms = estimate.captured_ms
+    if captured_ms is None or estimate.step_ms < _HELD_UP * captured_ms:
+        return ""
+    held_ms = ms_text(captured_ms)
+    return f"it waits for the host: as a CUDA graph, on one GPU, it would take {held_ms}\n"
 
 
 def _rows(manifest: Manifest) -> int:

@@ -44,6 +44,18 @@ def test_which_device_holds_a_stage_is_told_where_several_have_one_name():
     assert [fact["device_number"] for fact in facts] == [0, 1, 0]
 
 
+def test_a_step_that_waits_for_the_host_says_so():
+    def told(captured_ms):
+        estimate = replace(MANIFEST.estimate, captured_ms=captured_ms)
+        lines = shown(package_table(replace(MANIFEST, estimate=estimate), Edits())).splitlines()
+        return [line for line in lines if "host" in line]
+
+    assert told(None) == told(MANIFEST.estimate.step_ms) == []
+    assert told(100.0) == [
+        "it waits for the host: as a CUDA graph, on one GPU, it would take 100 ms"
+    ]
+
+
 def test_files_that_were_changed_by_hand_are_named():
     found = Edits(edited=("stage_0.py", "stage_1.py"), added=("notes [draft].md",))
     last = shown(package_table(MANIFEST, found)).splitlines()[-1]
