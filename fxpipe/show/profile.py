@@ -1,6 +1,7 @@
 """What `fxpipe profile` prints: the costs in sum, the dearest ops, and the links."""
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import RenderableType
@@ -30,6 +31,7 @@ def profile_json(profile: Profile) -> dict[str, Any]:
         "loss_ms": profile.loss.ms if profile.loss else None,
         "capacity_bytes": profile.capacity_bytes,
         "library_bytes": profile.library_bytes,
+        "launch": _launch_json(profile),
         "links": [{"between": list(ends), **_link_json(link)} for ends, link in links],
     }
 
@@ -66,7 +68,22 @@ def profile_table(profile: Profile) -> RenderableType:
         f"{ms_text(facts['backward_ms'])} backward, {ms_text(facts['weight_gradient_ms'])} of it "
         f"for weights; {bytes_text(facts['saved_bytes'])} are saved"
     )
+    if facts["launch"] is not None:
+        launch = facts["launch"]
+        heading += (
+            f"; the host launches that in {ms_text(launch['forward_ms'])} and "
+            f"{ms_text(launch['backward_ms'])}"
+        )
     return spaced([heading, ops, links])
+
+
+def _launch_json(profile: Profile) -> dict[str, float] | None:
+    """Of all ops, the loss and an action."""
+    launch, n_ops = profile.launch, len(profile.costs)
+    if launch is None:
+        return None
+    of_all = {"forward_ms": n_ops * launch.forward_ms, "backward_ms": n_ops * launch.backward_ms}
+    return {**asdict(launch), **of_all}
 
 
 def _link_json(link: Link) -> dict[str, float | None]:
