@@ -189,7 +189,8 @@ class Search:
     ) -> list[_Climb]:
         """The best of what is begun, `first` of all, and of the forms of each map of stages."""
         drawn = [
-            Forms(self.judge, first, Random(f"{self.seed} {k}")) for k in range(self.n_workers)
+            Forms(self.judge, first.candidate.prices[0], Random(f"{self.seed} {k}"))
+            for k in range(self.n_workers)
         ]
         list(pool.map(lambda forms: forms.draw(work / len(drawn), self._is_enough), drawn))
         best: dict[tuple[int, ...], Found] = {}

@@ -68,10 +68,10 @@ class Form:
 class Forms:
     """Draws forms for one problem, and keeps the best found of each map of stages to devices."""
 
-    def __init__(self, judge: Judge, begin: Found, random: Random) -> None:
-        """`begin` has the price of memory to begin with, and where an order is given, the map."""
+    def __init__(self, judge: Judge, price: int, random: Random) -> None:
+        """`price` is the step of memory's to begin with."""
         self.judge = judge
-        self.begin = begin.candidate
+        self.price = price
         self.random = random
         self.best: dict[tuple[int, ...], Found] = {}
         self._tried: list[tuple[tuple[int, float], Form]] = []  # the best, in order
@@ -93,9 +93,8 @@ class Forms:
     def _judged(self, form: Form) -> tuple[Found, float]:
         """The best of a form, its shares made to follow what devices have too much to do."""
         judge, problem = self.judge, self.judge.problem
-        p, n = problem.n_devices, form.n_stages
-        table = self.begin.table
-        device_of = self.begin.device_of if table else form.device_of(p)
+        p, n, table = problem.n_devices, form.n_stages, problem.table
+        device_of = form.device_of(p) if table is None else table.stage_to_device
         shares, best, work = form.shares(), None, 0.0
         for _ in range(_FOLLOWED):
             path = judge.alike(shares, form.message_price)
@@ -122,9 +121,9 @@ class Forms:
         return self._near(self.random.choice(self._tried)[1])
 
     def _numbers_of_stages(self) -> tuple[int, int]:
-        problem, given = self.judge.problem, len(self.begin.device_of)
-        if self.begin.table is not None:
-            return given, given
+        problem = self.judge.problem
+        if problem.table is not None:
+            return problem.table.n_stages, problem.table.n_stages
         most = min(max(problem.loops) * problem.n_devices, len(problem.edges) - 1)
         return min(min(problem.loops) * problem.n_devices, most), most
 
@@ -139,7 +138,7 @@ class Forms:
             falling=random.randint(0, 2 * p),
             last=random.uniform(0.1, 1.0),
             message_price=10 ** random.uniform(-1.0, 0.5),
-            price=self.begin.prices[0],
+            price=self.price,
             halved=random.choice(self.judge.halvings),
             group=random.choice((1, p, self.judge.problem.n_microbatches)),
             patience=random.choice((0.0, 1.0)),

@@ -1,16 +1,17 @@
 """What a search begins with: how stages are shaped, and that drawing them finds short steps."""
 
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 import pytest
-from chains import block, plain
+from chains import KIB, block, plain
 from searches import problem
 
 from fxpipe.ir import Link, Network
 from fxpipe.passes import order
 from fxpipe.passes.search.climbs import Search
 from fxpipe.passes.search.forms import Form, Forms
-from fxpipe.passes.search.judge import Candidate, Found, Judge
+from fxpipe.passes.search.judge import Candidate, Judge
 
 
 def form(n_stages: int, *, back: bool = False, shift: int = 0) -> Form:
@@ -44,12 +45,6 @@ def test_no_device_is_left_without_a_stage() -> None:
     assert form(3, shift=1).device_of(3) == (0, 1, 2)
 
 
-def begun(judge: Judge, p: int, m: int) -> Found:
-    n_atoms = len(judge.problem.edges) - 1
-    even = tuple(round(k * n_atoms / p) for k in range(p + 1))
-    return judge(Candidate(even, tuple(range(p)), (0,) * p, m), (1, p), 2)
-
-
 @pytest.mark.parametrize("p", [4, 8])
 def test_drawn_forms_are_sooner_begun_and_sooner_done_than_equal_stages(p: int) -> None:
     m, n_blocks = 2 * p, 24 * p
@@ -57,7 +52,7 @@ def test_drawn_forms_are_sooner_begun_and_sooner_done_than_equal_stages(p: int) 
     judge = Judge(problem(chain, p, m, network=Network(Link(0.0, 1e6))))
     shape = tuple(range(p)) * 3
     equal = judge(Candidate(tuple(range(0, n_blocks + 1, 8)), shape, (0,) * 3 * p, m), (1, p, m), 2)
-    forms = Forms(judge, begun(judge, p, m), Random(0))
+    forms = Forms(judge, 0, Random(0))
 
     forms.draw(3e6, is_enough=lambda found: False)
 
@@ -68,7 +63,7 @@ def test_drawn_forms_are_sooner_begun_and_sooner_done_than_equal_stages(p: int) 
 
 def test_drawing_ends_with_what_is_enough() -> None:
     judge = Judge(problem(plain([block(f"b{k}") for k in range(12)], 0), 2, 2))
-    forms = Forms(judge, begun(judge, 2, 2), Random(0))
+    forms = Forms(judge, 0, Random(0))
 
     forms.draw(1e9, is_enough=lambda found: True)
 
@@ -79,10 +74,23 @@ def test_where_an_order_is_given_forms_keep_it_and_its_map() -> None:
     chain = plain([block(f"b{k}", float(1 + k % 3)) for k in range(24)], 0)
     table = order.build("zb-v", 2, 4, 2)
     asked = problem(chain, 2, 4, table=table)
-    search = Search(asked, seed=0, time_limit_s=0.0)
-    forms = Forms(search.judge, search.run(), Random(0))
+    forms = Forms(Judge(asked), 0, Random(0))
 
     forms.draw(1e5, is_enough=lambda found: False)
 
     assert list(forms.best) == [table.stage_to_device]
     assert all(found.candidate.table is table for found in forms.best.values())
+
+
+def test_where_a_named_schedule_is_the_best_begun_with_forms_are_of_any_number_of_stages() -> None:
+    blocks = [block(f"b{k}", 1.0, 2.0, saved=KIB, weight_gradient_ms=1.0) for k in range(16)]
+    asked = problem(plain(blocks, 0), 4, 8, 16 * KIB, network=Network(Link(0.0, 1e6)))
+    search = Search(asked, seed=0, time_limit_s=1.0)
+
+    with ThreadPoolExecutor(1) as pool:
+        begun = search._begun(pool)
+        first = min((climb.best for climb in begun), key=lambda found: found.worth)
+        climbs = search._formed(pool, begun, first, 1e5)
+
+    assert first.candidate.table is not None
+    assert any(len(climb.best.candidate.device_of) % 4 for climb in climbs)
