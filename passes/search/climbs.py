@@ -4,6 +4,8 @@
    So are, for each *shape*, a map of stages to devices (round and round, or back and forth, one to
    several stages a device), stages of equal time, at the lowest price of memory at which that fits.
 2. Others are drawn, of any number of stages, made alike but for the first and the last (forms.py).
+   Where memory is short, which is where not all of 1 fits, they have an order made for that
+   (rhythm.py), and all that is left goes to 4.
 3. From the best of them, cuts are moved as in Pfeife (Jhoo et al., ICML 2025, section 4): one by 1
    to 10 places, the others in proportion, or a few together; of several such moves, the one after
    which the step is likely to be shortest. Ours move the price of memory too, at which a device
@@ -120,22 +122,51 @@ class Search:
             self.ends_at = time.monotonic() + self.time_limit_s
             first = min((climb.best for climb in climbs), key=lambda found: found.worth)
             alone = self.problem.table is not None or first.worth[0] > 0
+            short = self._is_short(climbs, first)
             for_forms = _FORMS_SHORT if alone or any(first.candidate.prices) else _FORMS
             for_moves = _MOVES_ALONE if alone else _MOVES
-            climbs = self._formed(pool, climbs, first, for_forms * self.budget)
-            climbs += [
-                replace(climb, late=[*climb.late], random=Random(f"{self.seed} {k}"))
-                for k, climb in enumerate(climbs * (self.n_climbs - 1))
-            ]
-            n_rounds = max(1, len(climbs).bit_length() - 1)
-            for _ in range(n_rounds):
-                work = for_moves / n_rounds * self.budget / len(climbs)
-                list(pool.map(partial(self._climb, work=work, move=self._tried), climbs))
-                climbs.sort(key=lambda climb: climb.best.worth)
-                climbs = climbs[: max(2, len(climbs) // 2)]
-            work = (1 - for_forms - for_moves) * self.budget / len(climbs)
-            list(pool.map(partial(self._refine, work=work), climbs))
+            climbs = self._formed(pool, climbs, first, for_forms * self.budget, short)
+            if short:
+                climbs = climbs[: self.n_climbs]
+                list(pool.map(self._settle, climbs))
+                climbs = self._in_copies(climbs, self.n_climbs // 2)
+                move = partial(self._climb, move=self._refined)
+                climbs = self._rounds(pool, climbs, (1 - for_forms) * self.budget, move)
+            else:
+                climbs = self._in_copies(climbs, self.n_climbs)
+                move = partial(self._climb, move=self._tried)
+                climbs = self._rounds(pool, climbs, for_moves * self.budget, move)
+                work = (1 - for_forms - for_moves) * self.budget / len(climbs)
+                list(pool.map(partial(self._refine, work=work), climbs))
         return min((climb.best for climb in climbs), key=lambda found: found.worth)
+
+    def _is_short(self, begun: list[_Climb], first: Found) -> bool:
+        """Whether orders have to be made for memory: not all that is begun fits, but `first`.
+
+        Where blocks can be computed again, it is their price that makes things fit; where there is
+        little work, devices that choose find more.
+        """
+        left_open = self.problem.table is None and not self.problem.recompute
+        some_fit = first.worth[0] == 0 and any(climb.best.worth[0] > 0 for climb in begun)
+        return left_open and some_fit and self._start is None and self.n_climbs > 1
+
+    def _in_copies(self, climbs: list[_Climb], of_each: int) -> list[_Climb]:
+        """Several of each, with chance of their own."""
+        return climbs + [
+            replace(climb, late=[*climb.late], random=Random(f"{self.seed} {k}"))
+            for k, climb in enumerate(climbs * (of_each - 1))
+        ]
+
+    def _rounds(
+        self, pool: Executor, climbs: list[_Climb], work: float, go: Callable[..., None]
+    ) -> list[_Climb]:
+        """What is left of climbs, of which half `go` on after each round."""
+        n_rounds = max(1, len(climbs).bit_length() - 1)
+        for _ in range(n_rounds):
+            list(pool.map(partial(go, work=work / n_rounds / len(climbs)), climbs))
+            climbs = sorted(climbs, key=lambda climb: climb.best.worth)
+            climbs = climbs[: max(2, len(climbs) // 2)]
+        return climbs
 
     def _is_enough(self, found: Found) -> bool:
         """Whether the time is over, or nothing better can be found."""
@@ -185,11 +216,11 @@ class Search:
         return _climb_from(replace(found, work=work), random)
 
     def _formed(
-        self, pool: Executor, begun: list[_Climb], first: Found, work: float
+        self, pool: Executor, begun: list[_Climb], first: Found, work: float, short: bool
     ) -> list[_Climb]:
         """The best of what is begun, `first` of all, and of the forms of each map of stages."""
         drawn = [
-            Forms(self.judge, first.candidate.prices[0], Random(f"{self.seed} {k}"))
+            Forms(self.judge, first.candidate.prices[0], Random(f"{self.seed} {k}"), short=short)
             for k in range(self.n_workers)
         ]
         list(pool.map(lambda forms: forms.draw(work / len(drawn), self._is_enough), drawn))
@@ -232,10 +263,14 @@ class Search:
     def _refine(self, climb: _Climb, work: float) -> None:
         """Moves that keep the order, unless the order is given."""
         if self.problem.table is None:
-            climb.here = self._settled(climb.best, climb.random)
-            climb.best = min(climb.best, climb.here, key=lambda found: found.worth)
-            climb.late = [climb.here.worth] * _LATE
+            self._settle(climb)
         self._climb(climb, work, self._refined)
+
+    def _settle(self, climb: _Climb) -> None:
+        """From here on, the order is kept."""
+        climb.here = self._settled(climb.best, climb.random)
+        climb.best = min(climb.best, climb.here, key=lambda found: found.worth)
+        climb.late = [climb.here.worth] * _LATE
 
     def _settled(self, found: Found, random: Random) -> Found:
         """The same stages in the best order near the one found."""

@@ -14,7 +14,9 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
+from fxpipe.passes.search import rhythm
 from fxpipe.passes.search.judge import Candidate, Found, Judge
+from fxpipe.passes.search.rhythm import Rhythm
 
 # How often a form is drawn anew, of how many of the best another is near, and how far at most.
 _ANEW, _BEST, _FACTOR = 0.15, 8, 1.5
@@ -22,6 +24,7 @@ _ANEW, _BEST, _FACTOR = 0.15, 8, 1.5
 # than the best for which that is not done.
 _FOLLOWED, _STEP, _HOPELESS = 5, 0.7, 1.06
 _ROUNDS = 2  # of ranks, by which devices choose
+_TRIES = 100  # to better the order of a rhythm
 _PAIRS = 130  # of places: as many are looked at, to make stages alike, in the time of an action
 
 
@@ -32,7 +35,7 @@ class Form:
     Their shares grow from `first` to 1 over `growing` stages and fall to `last` over `falling`.
     `message_price` is what a message counts where bounds are placed (alike_kernel.py), `price` the
     step of memory's, `halved` as in a Candidate; `group` and `patience` say how devices choose
-    (rank_kernel.py).
+    (rank_kernel.py), or the `rhythm` in which order they run.
     """
 
     n_stages: int
@@ -47,6 +50,7 @@ class Form:
     halved: int
     group: int
     patience: float
+    rhythm: Rhythm | None
 
     def device_of(self, n_devices: int) -> tuple[int, ...]:
         """The device of each stage; none is left without one."""
@@ -68,11 +72,14 @@ class Form:
 class Forms:
     """Draws forms for one problem, and keeps the best found of each map of stages to devices."""
 
-    def __init__(self, judge: Judge, price: int, random: Random) -> None:
-        """`price` is the step of memory's to begin with."""
+    def __init__(self, judge: Judge, price: int, random: Random, *, short: bool = False) -> None:
+        """`price` is the step of memory's to begin with; where memory is `short`, forms have a
+        rhythm.
+        """
         self.judge = judge
         self.price = price
         self.random = random
+        self.short = short
         self.best: dict[tuple[int, ...], Found] = {}
         self._tried: list[tuple[tuple[int, float], Form]] = []  # the best, in order
 
@@ -99,7 +106,7 @@ class Forms:
         for _ in range(_FOLLOWED):
             path = judge.alike(shares, form.message_price)
             candidate = Candidate(path, device_of, (form.price,) * n, form.halved, table)
-            found = judge.by(candidate, ((form.group, form.patience),), _ROUNDS)
+            found = self._run(candidate, form)
             work += found.work + len(problem.edges) ** 2 / _PAIRS
             if best is None or found.worth < best.worth:
                 best = found
@@ -108,6 +115,12 @@ class Forms:
             shares = shares * judge.leisure(candidate) ** _STEP
         assert best is not None
         return best, work
+
+    def _run(self, candidate: Candidate, form: Form) -> Found:
+        if form.rhythm is None:
+            return self.judge.by(candidate, ((form.group, form.patience),), _ROUNDS)
+        order, seed = form.rhythm.order(candidate, self.judge), self.random.randrange(2**31)
+        return self.judge.reordered(candidate, order, _TRIES, seed)
 
     def _is_hopeless(self, found: Found) -> bool:
         if not self._tried:
@@ -142,6 +155,7 @@ class Forms:
             halved=random.choice(self.judge.halvings),
             group=random.choice((1, p, self.judge.problem.n_microbatches)),
             patience=random.choice((0.0, 1.0)),
+            rhythm=rhythm.drawn(random) if self.short else None,
         )
 
     def _near(self, form: Form) -> Form:
@@ -163,4 +177,5 @@ class Forms:
             message_price=form.message_price * factor(),
             price=min(max(form.price + random.choice((-2, -1, 0, 0, 0, 1, 2)), 0), n_prices - 1),
             halved=form.halved if random.random() < 0.8 else random.choice(self.judge.halvings),
+            rhythm=form.rhythm and rhythm.near(form.rhythm, random),
         )
