@@ -239,4 +239,15 @@ def _state(capture: Capture, name: str) -> StateSpec:
         kind = "parameter"
     elif name in capture.saved:
         kind = "buffer"
-    return StateSpec(name, kind, tensor_spec(tensor), capture.aliases.get(name))
+    alias_of = capture.aliases.get(name)
+    return StateSpec(name, kind, tensor_spec(tensor), alias_of, _keeps_dtype(capture, name))
+
+
+def _keeps_dtype(capture: Capture, name: str) -> bool:
+    """Whether it is a plain tensor attribute that no forward assigns anew, or made by tracing."""
+    owner, _, last = name.rpartition(".")
+    module = capture.tree[owner]
+    state = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    storage = own_storage(capture.first_name(name))
+    assigned = any(storage in op.mutates for op in capture.ops.values())
+    return last not in dict(state) and not assigned

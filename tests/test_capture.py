@@ -9,6 +9,7 @@ from flat import compile_flat, verified
 from torch import nn
 from torch.nn import functional as F
 
+import fxpipe
 from fxpipe.capture import capture
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.ops.interpret import by_mode
@@ -124,6 +125,33 @@ def test_ops_that_depend_on_the_models_dtype_are_for_that_one_alone(tmp_path):
     result = verify(out, target, dtype="float32")
     assert [difference.group for difference in result.differences][-1] == "eval(): outputs"
     assert result.equal, result
+
+
+class Rotary(models.Chain):
+    """Llama's rotations: a plain attribute, which `model.to(dtype)` leaves alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.rotations = torch.polar(torch.ones(3), torch.arange(3) * 0.7)
+        self.register_buffer("scale", torch.full((6,), 0.3), persistent=False)
+
+    def forward(self, x):
+        x = self.layers[:2](x)
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (3, 2)))
+        rotated = torch.view_as_real(pairs * self.rotations).flatten(-2)
+        return self.layers[2:](rotated.type_as(x) * self.scale)
+
+
+def test_another_dtype_reaches_what_it_reaches_in_the_model(tmp_path):
+    verified(Rotary, rows, tmp_path)  # in float64
+    model, pipe = Rotary(), fxpipe.load(tmp_path / "out")
+    pipe.load_state_dict(model.state_dict())
+    pipe.to(torch.bfloat16), model.to(torch.bfloat16)
+    for found, expected in [(pipe.rotations, model.rotations), (pipe.scale, model.scale)]:
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    x = torch.randn(8, 6, dtype=torch.bfloat16)
+    torch.testing.assert_close(pipe(x), model(x))
 
 
 def test_limits_of_the_models_dtype_stay_open():

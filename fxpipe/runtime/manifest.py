@@ -15,7 +15,7 @@ from fxpipe.runtime.read_json import read
 from fxpipe.runtime.sizes import size
 from fxpipe.runtime.structure import Structure
 
-FORMAT = 6
+FORMAT = 7
 UNKNOWN = "unknown"  # a size that depends on what the tensors hold
 
 # The modes in which a value is there.
@@ -139,6 +139,7 @@ class StateSpec:
     kind: typing.Literal["parameter", "buffer", "constant"]
     spec: TensorSpec
     alias_of: str | None = None
+    keeps_dtype: bool = False  # as a plain attribute, which the original's `to(dtype)` leaves alone
 
 
 @dataclass(frozen=True, slots=True)

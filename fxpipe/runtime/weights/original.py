@@ -115,7 +115,8 @@ class Original(nn.Module):
                 raise self._fixed(str(error)) from error
             if moved:
                 raise self._fixed(f"stages are on {', '.join(map(str, self._devices))}")
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        with self._state.without_attributes(self):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._bind()
         return self
 

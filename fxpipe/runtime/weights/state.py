@@ -5,7 +5,8 @@ optimizers and dtype changes see the original model. What stands in the tree is 
 puts the same objects into the stages.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,19 @@ class State:
     def parameters(self, root: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters by each of their names."""
         return dict(root.named_parameters(remove_duplicate=False))
+
+    @contextmanager
+    def without_attributes(self, root: nn.Module) -> Iterator[None]:
+        """Take out of the tree, for as long, what no change of dtype reaches in the original."""
+        names = [spec.name for spec in self._specs if spec.keeps_dtype]
+        kept = {name: _tensor(root, name) for name in names}
+        try:
+            for name in names:
+                put(root, name, None)
+            yield
+        finally:
+            for name, tensor in kept.items():
+                put(root, name, tensor)
 
     def bind(self, root: nn.Module) -> None:
         """Give the stages, and further names of tied parameters, what stands in the tree."""
