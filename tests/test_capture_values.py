@@ -133,6 +133,16 @@ def test_a_value_may_have_the_name_of_one_that_was_left_out():
     assert names(forward) == ["cos", "exp", "sin", "output"]
 
 
+def test_a_variable_outlives_an_op_on_it_that_was_left_out():
+    def forward(self, x):
+        mask = x * 3
+        y = self.q_proj(x)
+        y = y.view(x.shape)
+        return y * mask.to(y.dtype)
+
+    assert names(forward) == ["mask", "y", "output"]
+
+
 def test_a_variable_that_a_comprehension_reads_names_what_is_assigned_to_it():
     def forward(self, x):
         h = self.q_proj(x)

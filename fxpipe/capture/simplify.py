@@ -38,7 +38,9 @@ def simplify(graph: fx.Graph, ops: Mapping[str, Op]) -> bool:
     for node in list(graph.nodes):
         given = _passes_on(node)
         if given is not None and pure(node) and all(map(_may_read_another, node.users)):
-            if given.op.startswith("call_") and (len(given.users) == 1 or not named_by_user(given)):
+            later = "variable" in node.meta or named_by_user(node)
+            alone = len(given.users) == 1 and later
+            if given.op.startswith("call_") and (alone or not named_by_user(given)):
                 given.meta["variable"] = node.meta.get("variable", node.name)
             _replace(node, given)
     seen: dict[str, fx.Node] = {}
