@@ -522,6 +522,20 @@ def misused(folder: Path, m: int) -> list[str]:
     return found
 
 
+def frozen_in_part(folder: Path, dp: int) -> str:
+    """The error where the last rank alone freezes what others hold too; then all do, and go on."""
+    _, pipe = pair(folder, toys.TIED, dp=dp, timeout_s=5)
+    inputs, last = toys.TIED.inputs(), pipe._ranks.world_rank == pipe._ranks.size * dp - 1
+    pipe.requires_grad_(not last)
+    try:
+        pipe.step(*inputs, loss_fn=toys.mean_loss)
+    except InputError as error:
+        pipe.requires_grad_()
+        pipe.step(*inputs, loss_fn=toys.mean_loss)
+        return str(error)
+    return "no error"
+
+
 def mistaken(folder: Path, name: str, m: int) -> list[int]:
     """How often this rank's first stage ran in each step; the last rank's loss is another once."""
     toy = toys.TOYS[name]

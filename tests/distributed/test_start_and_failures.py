@@ -108,6 +108,14 @@ def test_calls_that_differ_are_refused_alike_and_the_next_goes_on(two, tmp_path)
     assert "torch.no_grad()" in graph
 
 
+@pytest.mark.parametrize(("devices", "dp"), [((0, 0, 1), 1), ((0, 0, 0), 2)])
+def test_what_one_rank_alone_freezes_is_refused_if_others_hold_it(two, tmp_path, devices, dp):
+    toys.write(tmp_path, toys.TIED, 4, devices=devices)
+    error, other = two.run(jobs.frozen_in_part, tmp_path, dp)
+    assert error == other
+    assert "embed.weight is trained on rank 0, frozen on rank 1" in error
+
+
 @pytest.mark.parametrize(
     ("name", "counts"),
     # The call after the one that differs is another than the last one, too.

@@ -16,6 +16,7 @@ from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.distributed.meeting import Given, Telling, Word, Words, agreed
 from fxpipe.runtime.distributed.progress import OTHERS
 from fxpipe.runtime.distributed.ranks import MistakenError, Ranks
+from fxpipe.runtime.distributed.shared_weights import first_names, held_elsewhere
 from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.fit import sizes_of
 from fxpipe.runtime.manifest import Manifest
@@ -64,6 +65,8 @@ class Entry:
     def __init__(self, manifest: Manifest, ranks: Ranks) -> None:
         self._manifest = manifest
         self._ranks = ranks
+        self._first = first_names(manifest)
+        self._held_elsewhere = held_elsewhere(manifest, ranks)
         self._words = Words(ranks)
 
     def meet(
@@ -92,12 +95,23 @@ class Entry:
             autocast = Ambient.capture().autocast_text
             parameters = tuple((p.dtype, p.requires_grad) for p in module.parameters())
             own = (_digest(parameters), *kind)
-            word = Word(what, module.training, autocast, given, problem, own)
+            requires = self.trained_and_frozen(module)
+            word = Word(what, module.training, autocast, given, problem, own, *requires)
             telling = self._words.begin(word)
         if early and telling.likely is not None:
             with suppress(InputError):  # it was one then: what is it now?
                 return inputs, self._met(telling.likely, telling)
         return inputs, self._settled(telling)
+
+    def trained_and_frozen(self, module: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+        """The parameters of this rank's that others hold too, by their first names."""
+        requires = {
+            first: parameter.requires_grad
+            for name, parameter in module.named_parameters()
+            if (first := self._first[name]) in self._held_elsewhere
+        }
+        trained = frozenset(name for name, required in requires.items() if required)
+        return trained, frozenset(requires) - trained
 
     def run(self, call: Callable[[Meeting], T], meeting: Meeting) -> T:
         """What `call` gives with what all agree on, which may turn out not to be `meeting`."""

@@ -61,7 +61,8 @@ class Given:
 class Word:
     """A rank's call: by `what` it was made, its mode, its inputs, or why it can't go on.
 
-    `kind` is all else that dtypes and gradients of what ranks send each other may depend on.
+    `kind` is all else that dtypes and gradients of what ranks send each other may depend on. Of the
+    parameters that other ranks hold too, it has `trained` and `frozen` ones, by their first names.
     """
 
     what: str
@@ -70,6 +71,8 @@ class Word:
     given: Given | None
     problem: str | None
     kind: object
+    trained: frozenset[str] = frozenset()
+    frozen: frozenset[str] = frozenset()
 
 
 class Telling:
@@ -145,6 +148,7 @@ def agreed(words: Sequence[Word], size: int) -> list[Given]:
         ]:
             if not found.endswith(first):
                 raise InputError(f"rank {rank} {found}, rank 0 {first}: call all ranks alike")
+    _refuse_frozen_in_part(words)
     replicas = [_given(words[rank : rank + size], rank) for rank in range(0, len(words), size)]
     given = replicas[0]
     for replica, other in enumerate(replicas):
@@ -175,6 +179,19 @@ def _given(words: Sequence[Word], first: int) -> Given:
             "the first stage is"
         )
     return found
+
+
+def _refuse_frozen_in_part(words: Sequence[Word]) -> None:
+    """Raise InputError if what one rank trains another has frozen: they would wait for ever."""
+    frozen = frozenset[str]().union(*(word.frozen for word in words))
+    for rank, word in enumerate(words):
+        if differing := sorted(frozen & word.trained):
+            name = differing[0]
+            other = next(k for k, each in enumerate(words) if name in each.frozen)
+            raise InputError(
+                f"{name} is trained on rank {rank}, frozen on rank {other}, and both hold it: set "
+                "requires_grad alike on all"
+            )
 
 
 def _mode(word: Word) -> str:

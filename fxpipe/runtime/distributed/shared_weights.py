@@ -62,6 +62,16 @@ def first_names(manifest: Manifest) -> dict[str, str]:
     return {spec.name: spec.alias_of or spec.name for spec in manifest.state}
 
 
+def held_elsewhere(manifest: Manifest, ranks: Ranks) -> frozenset[str]:
+    """The first names of the parameters that this rank holds and others too, replicas' included."""
+    kinds = {spec.name: spec.kind for spec in manifest.state}
+    return frozenset(
+        name
+        for name, among in holders(manifest).items()
+        if kinds[name] == "parameter" and ranks.rank in among and len(among) * ranks.dp > 1
+    )
+
+
 class SharedWeights:
     """Those of one rank."""
 

@@ -68,7 +68,8 @@ def begin(pipe: "RankEngine", first: Visit, m: int) -> ReplicatedCall:
     )
     what = f"with {m} closures" if grad else f"with {m} closures without gradients"
     with ranks.telling():
-        word = Word(what, pipe.training, first.ambient.autocast_text, given, None, None)
+        autocast, requires = first.ambient.autocast_text, pipe._entry.trained_and_frozen(pipe)
+        word = Word(what, pipe.training, autocast, given, None, None, *requires)
         found = ranks.gather((word, sampled(0, first.piece)))
     agreed([word for word, _ in found], ranks.size)
     refuse_differing([samples for _, samples in found])

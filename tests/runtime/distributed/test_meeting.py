@@ -58,6 +58,14 @@ def test_ranks_that_differ_are_named_with_both_values(other, message):
     assert message in str(caught.value)
 
 
+def test_what_ranks_hold_together_is_trained_by_all_or_none():
+    own, both = frozenset({"own"}), frozenset({"both"})
+    for word in (replace(WORD, trained=both), replace(WORD, frozen=both)):
+        assert agreed([word, replace(word, frozen=word.frozen | own)], 2) == [GIVEN]
+    with pytest.raises(InputError, match="both is trained on rank 1, frozen on rank 0"):
+        agreed([replace(WORD, frozen=both), replace(WORD, trained=both)], 2)
+
+
 def test_no_inputs_at_all():
     nobody = replace(WORD, given=NOTHING)
     with pytest.raises(InputError, match="none of ranks 2 to 3 was given inputs"):
