@@ -159,11 +159,9 @@ def simulator_table(results: Results) -> str:
             seconds = found[f"{part}_s"]
             cells.append(f"{seconds:.1f} s" if seconds > 1 else f"{1e3 * seconds:.2f} ms")
         lines.append([*cells, f"{found['peak_bytes'] / 2**30:.2f} GiB"])
-    return table(
-        "schedule, p, m, actions, goal, making the table, simulating it, processor time of both, "
-        "peak memory",
-        lines,
-    )
+    heads = "schedule, p, m, actions, goal, making the table, simulating it, "
+    heads += "processor time of both, peak memory"
+    return table(heads.split(", "), lines)
 
 
 PRESSED = (("gpt2_xl", 4, 8), ("vit_g_14", 4, 8))
