@@ -248,6 +248,7 @@ def _keeps_dtype(capture: Capture, name: str) -> bool:
     owner, _, last = name.rpartition(".")
     module = capture.tree[owner]
     state = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    if last in dict(state):
+        return False
     storage = own_storage(capture.first_name(name))
-    assigned = any(storage in op.mutates for op in capture.ops.values())
-    return last not in dict(state) and not assigned
+    return not any(storage in op.mutates for op in capture.ops.values())

@@ -76,7 +76,7 @@ def planned(
 
 
 def _searched(q: Question, sought: Callable[..., Plan], time_limit_s: float) -> Plan:
-    """What is `sought`."""
+    """What is `sought`, of all numbers of stages that are asked for at once."""
     loops = q.tried_loops if q.loops is None else (q.loops,)
     return _waiting(q, sought(loops=loops, time_limit_s=time_limit_s))
 
@@ -99,8 +99,11 @@ def _beside_hosts(q: Question, sought: Callable[..., Plan], time_limit_s: float)
             unfit.append(error)
     if q.loops is None:
         rooms = q.room_bytes
-        fitting = [plan for plan in _named(q) if all(map(le, plan.estimate.peak_bytes, rooms))]
-        found += [_waiting(q, replace(plan, schedule_name=AUTO)) for plan in fitting]
+        fitting = (plan for plan in _named(q) if all(map(le, plan.estimate.peak_bytes, rooms)))
+        named = min(fitting, key=lambda plan: plan.estimate.step_ms, default=None)
+        if named is not None:
+            bound_ms = found[0].bound_ms if found else None
+            found.append(_waiting(q, replace(named, schedule_name=AUTO, bound_ms=bound_ms)))
     if not found:
         raise unfit[-1]
     return min(found, key=lambda plan: plan.estimate.step_ms)

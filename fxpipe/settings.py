@@ -50,7 +50,7 @@ def check_settings(
         ("schedule", named, (*SCHEDULES, *SEARCHED)),
         ("checkpoint mode", checkpoint, modes),
         ("solver", solver, SOLVERS),
-        ("capture", capture or _GRAPH, (_GRAPH,)),
+        ("capture", _GRAPH if capture is None else capture, (_GRAPH,)),
     ):
         if name not in names:
             wrong.append(f"there is no {what} {name!r}: use one of {', '.join(names)}")

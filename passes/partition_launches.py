@@ -40,13 +40,16 @@ def with_launches(
     alone, found = under(schedule=table), waiting(schedule=table)
     # Captured as a graph it has to fit as well.
     peaks = map(max, found.peak_bytes, alone.peak_bytes)
-    stages, messages = segmented_costs(chain, plan.cuts, training_factor, plan.segments)
-    recompute = recompute_table(plan.checkpoint, table.n_microbatches)
-    launched = hosts.launched(chain, plan.cuts, table, recompute, plan.segments)
+    together = None
+    if not hosts.apart:  # processes share no memory
+        stages, messages = segmented_costs(chain, plan.cuts, training_factor, plan.segments)
+        recompute = recompute_table(plan.checkpoint, table.n_microbatches)
+        launched = hosts.launched(chain, plan.cuts, table, recompute, plan.segments)
+        together = together_bytes(table, stages, messages, network, recompute, launched)
     estimate = replace(
         found,
         peak_bytes=tuple(peaks),
-        together_bytes=together_bytes(table, stages, messages, network, recompute, launched),
+        together_bytes=together,
         captured_ms=alone.step_ms,
     )
     return replace(plan, schedule=table, estimate=estimate)

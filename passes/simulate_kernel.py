@@ -28,7 +28,8 @@ from fxpipe.passes.simulate_event_kernel import (
     push,
 )
 
-# As `launched`: the host is never waited for.
+# As `launched`: the host is never waited for. (In machine code a constant array would be of another
+# type, and the kernel compiled once more for it.)
 NOT_LAUNCHED = np.empty((2, 0))
 
 

@@ -17,6 +17,7 @@ from fxpipe.capture import capture
 from fxpipe.costs.whole import Whole
 from fxpipe.edits import Edits, edits
 from fxpipe.errors import InputError, PackageError, ScheduleError, WeightsError
+from fxpipe.ir import Launch
 from fxpipe.package import Package
 from fxpipe.runtime.portal import Wires
 from fxpipe.verify import verify
@@ -192,6 +193,22 @@ def test_weights_of_another_model_are_refused_whole(tmp_path):
     assert all(torch.equal(before[name], tensor) for name, tensor in pipe.state_dict().items())
 
 
+def test_plans_for_captured_steps_wait_for_no_host():
+    model, x = models.Chain(), torch.randn(8, 6)
+    profile = flat_profile(capture(model, (x,), {}), 2)
+    profile = dataclasses.replace(profile, launch=Launch(forward_ms=9.0, backward_ms=9.0))
+
+    def estimate(**options):
+        package = fxpipe.compile(
+            model, (x,), devices="cpu*2", microbatches=2, profile=profile, **options
+        )
+        return package.manifest.estimate
+
+    waiting, captured = estimate(), estimate(capture="graph")
+    assert waiting.step_ms > waiting.captured_ms == captured.step_ms
+    assert captured.captured_ms is None
+
+
 def test_a_profile_of_another_model_or_microbatch_is_refused():
     model, x = models.Chain(), torch.randn(8, 6)
     other = flat_profile(capture(models.Skip(), (x,), {}), 2)
@@ -275,6 +292,7 @@ def package_of_chain():
 
 def test_settings_that_do_not_exist_are_told_at_once_and_before_the_work():
     wrong = {"microbatches": 0, "schedule": "fast", "checkpoint": "some", "solver": "magic"}
+    wrong["capture"] = ""
     with (
         mock.patch("fxpipe.compiler.capture_model", side_effect=AssertionError),
         pytest.raises(InputError) as error,
@@ -286,6 +304,7 @@ def test_settings_that_do_not_exist_are_told_at_once_and_before_the_work():
         "zb-h2, zb-v, pfeife, auto, cpsat",
         "there is no checkpoint mode 'some': use one of never, except_last, always, auto",
         "there is no solver 'magic': use one of dp, beam, cpsat",
+        "there is no capture '': use one of graph",
     ]
 
 

@@ -106,6 +106,8 @@ def test_a_table_is_never_faster_than_its_host_nor_than_its_devices(name):
         assert found.step_ms >= max(found.captured_ms, 12 * 4 * 2 * ms)
         apart = with_launches(chain, plan, FREE, ROOM, 1.0, replace(hosts, apart=True)).estimate
         assert apart.step_ms <= found.step_ms
+        assert apart.together_bytes is None
+        assert found.together_bytes <= sum(found.peak_bytes)
 
 
 def test_what_is_planned_waits_for_its_hosts():
@@ -127,6 +129,7 @@ def test_the_search_takes_fewer_stages_where_each_costs_the_host_time():
     hosts = Hosts(Launch(0.1, 0.1, action_ms=1.0))
     found = planned(replace(question, hosts=hosts), "auto", None, time_limit_s=2.0)
     assert len(found.cuts) < len(free.cuts)
+    assert found.bound_ms == free.bound_ms
     assert (
         found.estimate.step_ms < with_launches(chain, free, FREE, ROOM, 1.0, hosts).estimate.step_ms
     )
