@@ -61,7 +61,7 @@ def _ranks(bounds, n_microbatches, places, rows, arrays, links, capacity):  # ty
     for k in range(len(bounds)):
         numbers, _ = search_cut_kernel.cut(bounds[k], n_microbatches, places, free, *arrays, *links)
         ran = simulate_kernel.run(
-            *rows, np.empty((0, 0, 0)), np.empty((0, 0), np.bool_), np.empty(0, np.int64), 0.0,
+            *rows, np.empty((0, 0, 0)), np.empty((0, 0), np.bool_), np.empty(0, np.int64), 0.0, 0,
             *numbers, False, np.empty((2, 0)),
         )  # fmt: skip
         over[k], steps_ms[k] = np.maximum(ran[7] - capacity, 0).sum(), ran[5].max()

@@ -117,6 +117,7 @@ def simulate(
         np.empty((0, 0), np.bool_),
         np.empty(0, np.int64),
         0.0,
+        0,
         *given,
         record,
         launched,

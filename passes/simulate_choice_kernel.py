@@ -37,9 +37,12 @@ def reserved_bytes(device_of, recompute, split, workspace, comes_back, arriving,
 @compiled
 def choose(  # type: ignore[no-untyped-def]
     own, own_begin, own_end, nexts, missing, rank, split, keeps, recompute, reserve, held,
-    promised, capacity, oldest, outbox_ends, receivers, sizes, device_of, d,
+    promised, capacity, oldest, guarded, outbox_ends, receivers, sizes, device_of, d,
 ):  # fmt: skip
-    """The action that device `d` starts: its kind and stage, or (-1, -1); does F lack room?"""
+    """The action that device `d` starts: its kind and stage, or (-1, -1); does F lack room?
+
+    An F leaves free what the `guarded` oldest micro-batches of the device still need.
+    """
     n_microbatches = missing.shape[2]
     best, kind_found, stage_found, lacks_room = _NEVER, -1, -1, False
     for place in range(own_begin, own_end):
@@ -56,11 +59,12 @@ def choose(  # type: ignore[no-untyped-def]
             again = 1 if recompute[j, i] else 0
             need = keeps[j, again] + reserve[d]
             if i != oldest[d]:
-                # What the oldest micro-batch still needs stays free, so that it can always end.
+                # What the oldest still need stays free, so that they can always end.
+                until = min(i, oldest[d] + guarded)
                 for k in range(own_begin, own_end):
                     other = own[k]
-                    if nexts[0, other] <= oldest[d]:
-                        need += keeps[other, 1 if recompute[other, oldest[d]] else 0]
+                    for older in range(max(nexts[0, other], oldest[d]), until):
+                        need += keeps[other, 1 if recompute[other, older] else 0]
             fits = held[d] + promised[d] + need <= capacity[d]
             begin = outbox_ends[2 * j - 1] if j > 0 else 0
             for slot in range(begin, outbox_ends[2 * j]):

@@ -36,7 +36,7 @@ NOT_LAUNCHED = np.empty((2, 0))
 @compiled
 def run(  # type: ignore[no-untyped-def]
     row_ends, row_kinds, row_stages, row_microbatches,
-    rank, split, capacity, patience,
+    rank, split, capacity, patience, guarded,
     device_of, lasts, keeps, comes_back, workspace, recompute,
     outbox_ends, receivers, sizes, transfers, at_rest, arriving, record, launched,
 ):  # fmt: skip
@@ -48,8 +48,9 @@ def run(  # type: ignore[no-untyped-def]
     Outbox `2 j` is what stage j sends after F, `2 j + 1` after its backward; `receivers` are
     stages. `at_rest` is what each device holds between steps. `rank[F 0 or backward 1 or W 2,
     stage, micro-batch]` says what comes first; where `split[stage, micro-batch]`, I and W run in
-    place of B. `launched`, if it is not empty, has the moments by which the host begins and ends to
-    launch each action of the table: it neither starts nor ends before.
+    place of B; who chooses leaves room for what the `guarded` oldest micro-batches of a device
+    still need there. `launched`, if it is not empty, has the moments by which the host begins and
+    ends to launch each action of the table: it neither starts nor ends before.
 
     Returns devices, kinds, stages, micro-batches, starts, ends of the actions that ran and what
     each waited for last; peak memory by device; with `record`, memory over time as devices, ms,
@@ -217,8 +218,8 @@ def run(  # type: ignore[no-untyped-def]
             else:
                 kind, j, lacks_room[d] = choose(
                     own, own_ends[d - 1] if d > 0 else 0, own_ends[d], nexts, missing, rank, split,
-                    keeps, recompute, reserve, held, promised, capacity, oldest, outbox_ends,
-                    receivers, sizes, device_of, d,
+                    keeps, recompute, reserve, held, promised, capacity, oldest, guarded,
+                    outbox_ends, receivers, sizes, device_of, d,
                 )  # fmt: skip
                 if kind < 0:
                     continue

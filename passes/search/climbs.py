@@ -25,21 +25,20 @@ limit in seconds only guards it.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
-from fxpipe.passes import order
 from fxpipe.passes.bound.lower import bytes_free, lower_bound_ms
 from fxpipe.passes.partition_path import even_path
 from fxpipe.passes.search.forms import Forms
 from fxpipe.passes.search.judge import Candidate, Found, Judge, SearchProblem, shapes
 from fxpipe.passes.search.moves import moved
 from fxpipe.passes.search.refine import refined
-from fxpipe.passes.simulate_numbers import KINDS
-from fxpipe.schedule import Action, Schedule
+from fxpipe.passes.search.tables import tables
+from fxpipe.schedule import Schedule
 
 # Actions simulated in a second by one core of 2024, with what is done besides to choose moves.
 _WORK_PER_SECOND = 1_500_000
@@ -281,20 +280,3 @@ class Search:
         if here.worth[0] or self.problem.table is not None:
             return self._tried(here, random)
         return refined(self.judge, here, random)
-
-
-def tables(n_devices: int, n_microbatches: int, loops: Sequence[int]) -> Iterator[Schedule]:
-    """The named schedules with as many stages a device."""
-    for name in order.NAMES:
-        usual = order.usual_loops(name, n_devices)
-        for count in loops if name in order.LOOPED and n_devices > 1 else (usual,):
-            if count in loops:
-                yield order.build(name, n_devices, n_microbatches, count)
-
-
-def table_of(found: Found, n_devices: int) -> Schedule:
-    """The step that ran as a table."""
-    rows: list[list[Action]] = [[] for _ in range(n_devices)]
-    for d, kind, j, i in zip(*(x.tolist() for x in found.ran[:4]), strict=True):
-        rows[d].append(Action(j, KINDS[kind], i))
-    return Schedule(tuple(map(tuple, rows)))

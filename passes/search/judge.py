@@ -25,9 +25,11 @@ _PRICES = 24  # steps of the price of memory
 # What a move of an action takes, in actions simulated: for itself, and for each stage and
 # micro-batch.
 _TRY, _TRY_EACH = 15, 0.25
-_ROOMS = 2  # how often devices choose in less room than they had
+# Where an order needs too much, devices choose by it, each time in less room than they had, and
+# leave room for as many of their oldest micro-batches.
+_GUARDED = (1, 3, 1 << 30)
 # What `run` takes where devices follow a table, and where they choose.
-_CHOOSES_NOT = (np.empty((0, 0, 0)), np.empty((0, 0), np.bool_), np.empty(0, np.int64), 0.0)
+_CHOOSES_NOT = (np.empty((0, 0, 0)), np.empty((0, 0), np.bool_), np.empty(0, np.int64), 0.0, 0)
 _NO_ROWS = (np.empty(0, np.int64), np.empty(0, np.int8), *(np.empty(0, np.int32),) * 2)
 
 _Ints = NDArray[np.int64]
@@ -111,6 +113,8 @@ class Judge:
         # Where halves take longer than a whole, it matters how many backwards are halved.
         longer = any(block.halving_ms > 0 for block in problem.chain.blocks)
         m = problem.n_microbatches
+        # Where blocks can be computed again that makes room, else it is kept for the oldest.
+        self._guarded = 1 if problem.recompute else m
         self.halvings = tuple(m >> k for k in range(m.bit_length() + 1 if longer else 1))
         chain = self.chain
         costs = chain.forward_before, chain.backward_before, chain.weight_before
@@ -161,6 +165,7 @@ class Judge:
             self.capacity,
             np.array([group for group, _ in policies], np.int64),
             np.array([patience for _, patience in policies]),
+            self._guarded,
             rounds,
         )
         worth = int(over), float(step_ms)
@@ -178,8 +183,9 @@ class Judge:
             len(found.ran[0]) + tries * (_TRY + split.size * _TRY_EACH),
             self.capacity.copy(),
         )
-        for _ in range(_ROOMS if found.worth[0] else 0):
-            chosen = self._ran(_NO_ROWS, (order, split, room, 0.0), candidate, numbers, split)
+        for guarded in _GUARDED if found.worth[0] else ():
+            choice = order, split, room, 0.0, guarded
+            chosen = self._ran(_NO_ROWS, choice, candidate, numbers, split)
             work += len(chosen.ran[0])
             if not chosen.worth[0]:
                 chosen = self._in_order(chosen.order, candidate, numbers, split)

@@ -20,10 +20,11 @@ from fxpipe.passes.partition_costs import (
     too_few_blocks,
 )
 from fxpipe.passes.search import ordered
-from fxpipe.passes.search.climbs import Search, table_of
+from fxpipe.passes.search.climbs import Search
 from fxpipe.passes.search.judge import Found, Judge, SearchProblem
 from fxpipe.passes.search.lean import lean_search
 from fxpipe.passes.search.named import shorter_named
+from fxpipe.passes.search.tables import table_of
 from fxpipe.passes.simulate import simulate
 from fxpipe.schedule import Schedule
 

@@ -86,17 +86,18 @@ def as_table(ran, numbers, split, n_devices):  # type: ignore[no-untyped-def]
     """
     rows = table_by(order_of(ran, *split.shape), split, numbers[0], n_devices)
     return run(
-        *rows, np.empty((0, 0, 0)), np.empty((0, 0), np.bool_), np.empty(0, np.int64), 0.0,
+        *rows, np.empty((0, 0, 0)), np.empty((0, 0), np.bool_), np.empty(0, np.int64), 0.0, 0,
         *numbers, False, np.empty((2, 0)),
     )  # fmt: skip
 
 
 @compiled
-def attempt(numbers, split, capacity, groups, patiences, rounds):  # type: ignore[no-untyped-def]
+def attempt(numbers, split, capacity, groups, patiences, guarded, rounds):  # type: ignore[no-untyped-def]
     """The best step of these stages that choosing by rank finds, from several first ranks.
 
     Each is tried `rounds` times: with less room where it was too large, else with its latest starts
-    as ranks. Where memory is short, a step has to fit as a table too. Returns bytes over, ms,
+    as ranks, and devices leave room for as many of their oldest micro-batches as are `guarded`.
+    Where memory is short, a step has to fit as a table too. Returns bytes over, ms,
     actions simulated, and the step that ran.
     """
     n_stages, n_microbatches = numbers[5].shape
@@ -105,7 +106,7 @@ def attempt(numbers, split, capacity, groups, patiences, rounds):  # type: ignor
     no_kinds, no_stages = np.empty(0, np.int8), np.empty(0, np.int32)
     rank = first_ranks(n_stages, n_microbatches, groups[0])
     best = run(
-        no_rows, no_kinds, no_stages, no_stages, rank, split, capacity, patiences[0],
+        no_rows, no_kinds, no_stages, no_stages, rank, split, capacity, patiences[0], guarded,
         *numbers, False, np.empty((2, 0)),
     )  # fmt: skip
     work = len(best[0])
@@ -119,7 +120,7 @@ def attempt(numbers, split, capacity, groups, patiences, rounds):  # type: ignor
             if k > 0 or r > 0:
                 ran = run(
                     no_rows, no_kinds, no_stages, no_stages, rank, split, room, patiences[k],
-                    *numbers, False, np.empty((2, 0)),
+                    guarded, *numbers, False, np.empty((2, 0)),
                 )  # fmt: skip
                 work += len(ran[0])
             over, step_ms = judge(ran, n_needed, capacity)

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from fxpipe.passes.partition_tidy import MOST_LONGER, REACH
-from fxpipe.passes.search.climbs import table_of
 from fxpipe.passes.search.judge import Candidate, Found, Judge
 from fxpipe.passes.search.refine import carried
+from fxpipe.passes.search.tables import table_of
 
 _TRIES = 30  # to make up for a join by another order
 

@@ -17,10 +17,11 @@ from fxpipe.passes.checkpoints import place
 from fxpipe.passes.partition_costs import evaluate
 from fxpipe.passes.partition_path import even_path
 from fxpipe.passes.search import climbs
-from fxpipe.passes.search.climbs import Search, table_of
+from fxpipe.passes.search.climbs import Search
 from fxpipe.passes.search.judge import Candidate, Judge, shapes
 from fxpipe.passes.search.plan import LOOPS, chain_loops, runs
 from fxpipe.passes.search.shift_kernel import critical_counts, critical_ms
+from fxpipe.passes.search.tables import table_of
 
 
 @pytest.mark.parametrize("seed", range(12))

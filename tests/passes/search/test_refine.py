@@ -10,10 +10,10 @@ from chains import block, halved_slowly, plain, random_chain
 
 from fxpipe.ir import Chain, Link, Network
 from fxpipe.passes.partition_path import even_path
-from fxpipe.passes.search.climbs import table_of
 from fxpipe.passes.search.judge import Candidate, Found, Judge, SearchProblem
 from fxpipe.passes.search.moves import moved
 from fxpipe.passes.search.refine import carried, refined
+from fxpipe.passes.search.tables import table_of
 from fxpipe.passes.search.tabu_kernel import best_order
 from fxpipe.passes.search.tidy import joined
 from fxpipe.schedule_check import check

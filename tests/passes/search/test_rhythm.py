@@ -10,11 +10,11 @@ from searches import problem
 from fxpipe.ir import Link, Network
 from fxpipe.passes.partition_path import even_path
 from fxpipe.passes.search import rhythm
-from fxpipe.passes.search.climbs import table_of
 from fxpipe.passes.search.forms import Forms
 from fxpipe.passes.search.judge import Candidate, Found, Judge
 from fxpipe.passes.search.rhythm import Rhythm
 from fxpipe.passes.search.rhythm_kernel import free_from
+from fxpipe.passes.search.tables import table_of
 
 FREE = Network(Link(0.0, 1e30))
 
