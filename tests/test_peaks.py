@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.passes.order_halved import zero_bubble_h1
 
 CLASSES, MORE, WIDTH = 8000, 40000, 32  # of the latter a head is large: see whole_backward.py
 
@@ -126,6 +127,50 @@ def test_what_gets_no_gradient_and_what_goes_on_the_way_back_is_not_predicted(
     x = torch.randn(16, 16, width)
     package = on_one_lane(model(), x, loss_fn, checkpoint)
     assert_held(package, tmp_path, loss_fn, None, x)
+
+
+class Routes(nn.Module):
+    """Layers of experts, whose weights a router picks for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routers = nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(6))
+        self.weights = nn.ParameterList(torch.randn(4, WIDTH, WIDTH) for _ in range(6))
+        self.biases = nn.ParameterList(torch.randn(4, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for router, weights, biases in zip(self.routers, self.weights, self.biases, strict=True):
+            score, choice = router(x).softmax(-1).max(-1)
+            x = x + (torch.bmm(x[:, None], weights[choice])[:, 0] + biases[choice]).tanh()
+            x = x * score[:, None]
+        return x
+
+
+class Bends(nn.Module):
+    """Layers that save what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).exp().sin().tanh()
+        return x
+
+
+@pytest.mark.parametrize("model", [Routes, Bends])
+def test_backwards_that_are_all_halved_hold_no_more_than_predicted(tmp_path, model):
+    x = torch.randn(256, WIDTH)
+    package = fxpipe.compile(
+        model(),
+        (x,),
+        devices="cpu*2",
+        microbatches=4,
+        schedule=zero_bubble_h1(2, 4),
+        loss_fn=squares,
+    )
+    assert_held(package, tmp_path, squares, None, x)
 
 
 def on_one_lane(model: nn.Module, x: Tensor, loss_fn, checkpoint: str):

@@ -27,6 +27,7 @@ from fxpipe.costs.stopwatch import Clock
 from fxpipe.ir import Capture, OpCost, own_storage
 from fxpipe.memory import storage_of
 from fxpipe.ops.interpret import Compute
+from fxpipe.ops.of_weights import of_weights
 from fxpipe.runtime.receive import Slot, receive
 from fxpipe.runtime.split import written_anyway
 from fxpipe.runtime.swapping import swapped
@@ -73,17 +74,13 @@ class Meter:
         self._clock = clock
         self._engine_ms = engine_ms
         self._known: dict[str, _Measured] = {}
-        self._of_weights: set[fx.Node] = set()  # made of parameters and buffers alone
+        self._of_weights = of_weights(capture.graph)
 
     def __call__(
         self, node: fx.Node, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Measure the op if its signature is new, then compute it."""
         args, kwargs = tree_map(self._moved, (args, kwargs))
-        # A number among the arguments, such as a batch's size, makes it of nothing else.
-        read = [used for used in node.all_input_nodes if tensors(used.meta.get("val"))]
-        if read and all(map(self._is_weight, read)):
-            self._of_weights.add(node)
         if node.name in self._capture.ops:
             weights = [self._is_weight(leaf) for leaf, _ in _given(node)]
             key = f"{_signature(node, self._capture, (args, kwargs))} {weights}"

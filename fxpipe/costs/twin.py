@@ -93,7 +93,8 @@ class Twin:
         Raises RuntimeError if an op refuses it.
         """
         outputs, gradients, first = self._oldest()
-        split = SplitBackward([get_gradient_edge(output) for output in outputs], gradients)
+        edges = [get_gradient_edge(output) for output in outputs]
+        split = SplitBackward(edges, gradients, self._backward)
         split.input_gradients([get_gradient_edge(first)] if first is not None else [])
         return split
 

@@ -3,10 +3,11 @@
 The zero-bubble schedules ask for it (Qi et al., ICLR 2024): the stage before waits for the first
 alone. Some nodes of the graph lead on to an input and, by another edge, to a weight: a linear layer
 has one. On the way to the inputs the gradient that arrives at each such node is kept; later the
-node runs once more, for the weight alone. What leads to weights only runs later altogether.
+node runs once more, for the weight alone. What leads to weights only runs later altogether, as a
+whole backward does, and lets go of what was saved on its way.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from fxpipe.runtime.backward import backward
 from fxpipe.runtime.nodes import nodes_below
 from fxpipe.runtime.weight_gradients import add_directly
 
@@ -63,11 +65,18 @@ class _Fork:
 
 
 class SplitBackward:
-    """The backward of a graph whose outputs are at the edges `outputs`, half by half."""
+    """The backward of a graph whose outputs are at the edges `outputs`, half by half.
+
+    `whole(edges, gradients)` runs what leads to weights only, and frees that graph.
+    """
 
     def __init__(
-        self, outputs: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]
+        self,
+        outputs: Sequence[GradientEdge | None],
+        gradients: Sequence[Tensor | None],
+        whole: Callable[[Sequence[GradientEdge], Sequence[Tensor]], None] = backward,
     ) -> None:
+        self._whole = whole
         self._roots = [
             (edge, gradient)
             for edge, gradient in zip(outputs, gradients, strict=True)
@@ -108,9 +117,14 @@ class SplitBackward:
             if add_directly(fork.node, fork.arrived.gradients, fork.weights):
                 continue
             fork.arrived.passing = True
-            _backward(fork.edges(), [*fork.weights, *written_anyway(fork.node)])
+            if came := fork.edges():
+                edges, gradients = zip(*came, strict=True)
+                reached = [*fork.weights, *written_anyway(fork.node)]
+                torch.autograd.backward(edges, gradients, retain_graph=True, inputs=reached)
             fork.arrived.passing = False
-        _backward(self._roots, None)
+        if self._roots:
+            edges, gradients = zip(*self._roots, strict=True)
+            self._whole(edges, gradients)
         self._roots, self._forks = [], []
 
 
@@ -122,14 +136,6 @@ def written_anyway(node: Any) -> list[Tensor]:
     if node.name() != "NativeGroupNormBackward0" or node._saved_input.is_contiguous():
         return []
     return [node._saved_input]
-
-
-def _backward(
-    roots: Sequence[tuple[GradientEdge, Tensor]], weights: Sequence[Tensor] | None
-) -> None:
-    if roots:
-        edges, gradients = zip(*roots, strict=True)
-        torch.autograd.backward(edges, gradients, retain_graph=True, inputs=weights)
 
 
 def _leading_to(ends: Set[Node], below: Mapping[Node, Sequence[Node]]) -> dict[Node, None]:

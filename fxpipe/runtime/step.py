@@ -142,7 +142,7 @@ class Step:
     ) -> dict[Wire, Tensor | None]:
         """The same, those of weights being left for later."""
         pending = self._graph(j, i)
-        split = SplitBackward(pending.edges, gradients)
+        split = SplitBackward(pending.edges, gradients, self._backwards[j])
         self._split[j, i] = split
         found = split.input_gradients(list(pending.begins.values()))
         return dict(zip(pending.begins, found, strict=True))

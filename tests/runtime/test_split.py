@@ -1,5 +1,7 @@
 """A backward in two halves gives what the whole gives, each half its part."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -126,6 +128,23 @@ def test_without_inputs_all_is_left_for_the_second_half():
     assert linear.weight.grad is None
     split.weight_gradients()
     assert linear.weight.grad is not None
+
+
+def test_what_leads_to_weights_alone_lets_go_of_what_it_saved_on_its_way():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    x = torch.randn(3, 4)
+    y = second(first(x).tanh()).tanh()
+    split = SplitBackward([get_gradient_edge(y)], [torch.ones(3, 4)])
+    saved = weakref.ref(y.untyped_storage())
+    del y
+    there = []
+    for linear in (second, first):
+        linear.weight.register_post_accumulate_grad_hook(lambda _: there.append(saved()))
+
+    split.input_gradients([])
+    assert saved() is not None
+    split.weight_gradients()
+    assert there == [None, None]
 
 
 def test_the_first_half_computes_no_weights_gradient():
