@@ -22,7 +22,7 @@ from fxpipe.codegen.names import Containers, is_free, path
 from fxpipe.codegen.outlived import outlived
 from fxpipe.codegen.reading import items_of, paths, reads
 from fxpipe.codegen.scope import Scope
-from fxpipe.ops.interpret import MODE
+from fxpipe.ops.interpret import MODE, reads_dtype
 from fxpipe.ops.regions import PLAIN, REGION, Region
 
 
@@ -74,6 +74,9 @@ class Body:
 
     def _members(self, members: Sequence[fx.Node], uses: Mapping[str, int]) -> Iterator[Line]:
         writer = Writer(self._value, self._path)
+        for node in filter(reads_dtype, members):  # a part of the line of what takes it
+            self._folded[node] = writer.expression(node)
+        members = [node for node in members if not reads_dtype(node)]
         unpacked: set[fx.Node] = set()
         for place, node in enumerate(members):
             after = members[place + 1] if place + 1 < len(members) else None

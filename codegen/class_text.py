@@ -147,30 +147,41 @@ def _opening(
     given = {v: (names[v], scope.specs[v]) for v in always if v in scope.specs}
     yield from map(Line, size_lines(scope.texts, [*given.values()]))
     if any(re.search(r"\bdtype\b", text) for text in scope.texts):
-        telling = [given[v] for v in given if v not in scope.fixed]
-        yield Line(f"dtype = {_dtype(scope, telling, made, dtype)}")
+        yield Line(f"dtype = {next(_dtypes(scope, given, made, dtype))}")
     if any(names_device(node) for node in scope.nodes):
         device = f"{names[always[0]]}.device" if always else 'torch.device("cpu")'
         yield Line(f"device = {device}")
 
 
-def _dtype(
-    scope: Scope, given: Sequence[tuple[str, TensorSpec]], made: Constructor, dtype: torch.dtype
-) -> str:
-    """The model's own dtype, read off an input or else off a parameter."""
-    for variable, spec in given:
-        if spec.torch_dtype == dtype:
-            return f"{variable}.dtype"
+def _dtypes(
+    scope: Scope,
+    given: Mapping[str, tuple[str, TensorSpec]],
+    made: Constructor,
+    dtype: torch.dtype,
+) -> Iterator[str]:
+    """What tells the model's own dtype, best first.
+
+    No autocast changes that of a parameter, or of an input of the model.
+    """
+    inputs = {
+        value: f"{variable}.dtype"
+        for value, (variable, spec) in given.items()
+        if spec.torch_dtype == dtype and value not in scope.fixed
+    }
+    read = (used for node in scope.nodes for used in node.all_input_nodes)
+    models = {used.name for used in read if used.op == "placeholder" and not scope.path}
+    yield from (text for value, text in inputs.items() if value in models)
     for node in scope.nodes:
         for used in node.all_input_nodes:
             tensor = scope.state.get(str(used.target)) if used.op == "get_attr" else None
             if isinstance(tensor, nn.Parameter) and tensor.dtype == dtype:
-                return f"{path(str(used.target), made.containers)}.dtype"
+                yield f"{path(str(used.target), made.containers)}.dtype"
         if node.op == "call_module" and LOOP not in node.meta:
             for name, own in scope.made[str(node.target)].dtypes.items():
                 if own == dtype:
-                    return f"{path(f'{node.target}.{name}', made.containers)}.dtype"
-    return "torch.get_default_dtype()"
+                    yield f"{path(f'{node.target}.{name}', made.containers)}.dtype"
+    yield from inputs.values()
+    yield "torch.get_default_dtype()"
 
 
 def _type(value: object) -> str:

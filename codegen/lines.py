@@ -17,7 +17,7 @@ from fxpipe.codegen.loops import CHECKPOINT
 from fxpipe.codegen.made import Written
 from fxpipe.codegen.segments import recomputed
 from fxpipe.errors import CaptureError
-from fxpipe.ops.interpret import MODE, by_mode
+from fxpipe.ops.interpret import MODE, by_mode, limit
 
 _INFIX: dict[Any, str] = {
     operator.add: "+",
@@ -110,6 +110,8 @@ class Writer:
             return f"{in_training} if self.training else {in_evaluation}"
         if target is getattr:
             return f"{self._operand(node.args[0])}.{node.args[1]}"
+        if target is limit:
+            return f"torch.finfo({self.argument(node.args[0])}).{node.args[1]}"
         function = function_called(node)
         name = f"{function}.apply" if function else function_name(target)
         return f"{name}({self._arguments(*told_arguments(node))})"

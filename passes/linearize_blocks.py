@@ -123,7 +123,9 @@ def _without_dtype(capture: Capture) -> Iterable[tuple[str, str]]:
     fixed = capture.fixed
     for node in _nodes(capture):
         reads = [used for used in node.all_input_nodes if used.name not in unknown]
-        asked = any(used.target in (DTYPE, limit) for used in reads)
+        asked = any(
+            used.target in (DTYPE, limit) for used in reads if used.name in capture.literals
+        )
         asks = asked or len(reads) < len(node.all_input_nodes)
         values = [used.meta.get("val") for used in reads if used.name not in fixed]
         tells = any(isinstance(value, Tensor) and value.dtype == capture.dtype for value in values)

@@ -93,13 +93,15 @@ def test_the_models_own_dtype_stays_open_and_a_written_one_does_not():
             self.layer = nn.Linear(3, 3)
 
         def forward(self, x):
+            zeros = torch.zeros(3, dtype=x.dtype)
             x = self.layer(x)
-            return torch.zeros(3, dtype=x.dtype) + x.to(torch.float32)
+            return zeros + x.to(torch.float32) + x.to(self.layer.weight.dtype)
 
     captured = capture(Casts(), (torch.randn(4, 3),), {})
-    zeros, to = (n for n in captured.graph.nodes if n.target in (torch.zeros, "to"))
+    zeros, to, own = (n for n in captured.graph.nodes if n.target in (torch.zeros, "to"))
     assert captured.literals[zeros.kwargs["dtype"].name] == "dtype"
     assert to.args[1] == torch.float32
+    assert captured.literals[own.args[1].name] == "dtype"
 
 
 def rows(batch):
@@ -161,8 +163,9 @@ def test_limits_of_the_models_dtype_stay_open():
             self.layer = nn.Linear(3, 3)
 
         def forward(self, x):
+            low = torch.finfo(x.dtype).min
             x = self.layer(x)
-            x = torch.where(x > 0, x, torch.finfo(x.dtype).min)
+            x = torch.where(x > 0, x, low)
             return F.dropout(x.softmax(-1), 0.5, self.training)
 
     captured = capture(Masks(), (torch.randn(4, 3),), {})

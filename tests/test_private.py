@@ -26,6 +26,10 @@ PRIVATE = {
     "torch._dynamo.variables.builtin.BuiltinVariable.call_function_handler_cache": (
         "capture/rules.py"
     ),
+    "torch._dynamo.variables.tensor.TensorVariable.method_attr_dtype": "capture/dtype_reads.py",
+    "torch._dynamo.variables.user_defined.UserDefinedClassVariable.call_function": (
+        "capture/dtype_reads.py"
+    ),
     "torch._dynamo.metrics_context": "capture/dynamo.py",
     "torch._dynamo.variables.constant.ConstantVariable.create": "capture/rules.py",
     "torch._dynamo.variables.tensor.TensorVariable.unpack_var_sequence": "capture/rules.py",
@@ -71,7 +75,9 @@ PRIVATE = {
     "torch.amp.autocast_mode._exit_autocast": "ops/regions.py",
     "torch._C._nn.scaled_dot_product_attention": "capture/modes.py",
     "torch._dynamo.exc.TensorifyScalarRestartAnalysis": "capture/frame.py",
-    "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx": "capture/frame.py",
+    "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx": (
+        "capture/dtype_reads.py, capture/frame.py"
+    ),
     "torch._dynamo.symbolic_convert.InliningInstructionTranslator.inline_call_": (
         "capture/formals.py"
     ),

@@ -15,6 +15,7 @@ from fxpipe.capture.names import ModelNames
 from fxpipe.capture.sources import Statement, statements
 from fxpipe.errors import CaptureError
 from fxpipe.ir import SourceLine
+from fxpipe.ops.interpret import reads_dtype
 from fxpipe.ops.regions import PLAIN, REGION, behind
 
 _CHECKPOINT: Target = torch.ops.higher_order.tag_activation_checkpoint
@@ -146,6 +147,10 @@ class _Builder:
             container = self.values[node.args[0]]  # type: ignore[index]
             if isinstance(container, list):  # an item of an opened region's outputs
                 return container[node.args[1]]  # type: ignore[index]
+        if reads_dtype(node):
+            of = self.values[node.args[0]]  # type: ignore[index]
+            if not isinstance(of, fx.Node) or of.op == "placeholder" or not node.users:
+                return node.meta["example_value"]  # no autocast changes that of what is given
         if _only_moves(node):
             moved = self.values[node.args[0]]  # type: ignore[index]
             if isinstance(moved, fx.Node):

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torch
 
+from fxpipe.capture.dtype_reads import dtypes_read
 from fxpipe.capture.formals import noted_formals
 from fxpipe.ops.constants import same
 
@@ -59,6 +60,7 @@ def more_rules() -> Iterator[None]:
 
     with (
         noted_formals(),
+        dtypes_read(),
         _calls_counted(),
         _handlers_apart(),
         patch("torch.nn.modules.transformer._detect_is_causal_mask", told_causal),

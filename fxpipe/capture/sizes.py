@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 from fxpipe.errors import CaptureError
+from fxpipe.ops.interpret import reads_dtype
 from fxpipe.ops.specs import literal, tensor_spec
 from fxpipe.runtime.sizes import holds, size
 
@@ -52,7 +53,7 @@ def describe_sizes(graph: fx.Graph, tensors: Sequence[Tensor], batched: Sequence
         value = node.meta.get("val")
         if isinstance(value, Tensor):
             node.meta["spec"] = tensor_spec(value, write)
-        elif (text := literal(value, write)) is not None:
+        elif not reads_dtype(node) and (text := literal(value, write)) is not None:
             node.meta["size"] = text
     shapes = tuple(tensor_spec(value, write).shape for value in given)
     values = {

@@ -35,6 +35,11 @@ def limit(dtype: torch.dtype, name: str) -> float:
     return float(getattr(torch.finfo(dtype), name))
 
 
+def reads_dtype(node: fx.Node) -> bool:
+    """Whether `node` is `h.dtype`, or a limit of that: no tensor, and read by one op alone."""
+    return node.target is limit or (node.target is getattr and node.args[1] == "dtype")
+
+
 def by_mode(in_training: Any, in_evaluation: Any) -> Any:
     """Stands in a graph for the first value in train mode and for the second in eval mode."""
     raise AssertionError("run_graph picks the value, since only one of them is computed")

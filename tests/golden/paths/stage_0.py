@@ -2,7 +2,6 @@
 
 Takes x: float32[batch, 6] from the caller
 Returns x: float32[batch, 6]
-Returns b: float32[batch, 6]
 """
 
 import torch
@@ -10,24 +9,19 @@ from torch import Tensor, nn
 
 
 class Stage0(nn.Module):
-    """8 ops, from a to b."""
+    """8 ops, in a."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(6, 6)
-        self.b = nn.Linear(6, 6)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> Tensor:
         batch = x.size(0)
-        dtype = x.dtype
 
         # models.py
         y = self.a(x)  # line 114: float32[batch, 6]
         if self.training:
-            y_2 = y * (torch.rand(batch, 1, dtype=dtype) > 0.25) / 0.75  # line 116
+            y_2 = y * (torch.rand(batch, 1, dtype=y.dtype) > 0.25) / 0.75  # line 116
         # line 116: y = y * (torch.rand(y.size(0), 1, dtype=y.dtype) > 0.25) / 0.75
         y = y_2 if self.training else y
-        x = x + y  # line 117
-        # line 118: x = x + self.b(x) if self.training else x - self.b(x).relu()
-        b = self.b(x)
-        return x, b
+        return x + y  # line 117
