@@ -142,7 +142,7 @@ def test_what_asks_for_the_models_dtype_stays_with_what_tells_it():
 
         def forward(self, x, mask):
             x = self.a(x)
-            bias = torch.zeros_like(mask, dtype=x.dtype)
+            bias = torch.zeros_like(mask, dtype=self.a.weight.dtype)
             bias = bias.masked_fill(mask, -1.0)
             x = x * 2
             return x + bias
@@ -151,8 +151,30 @@ def test_what_asks_for_the_models_dtype_stays_with_what_tells_it():
         ["x = self.a(x)"],
         ["x = x * 2"],
         [
-            "bias = torch.zeros_like(mask, dtype=x.dtype)",
+            "bias = torch.zeros_like(mask, dtype=self.a.weight.dtype)",
             "bias = bias.masked_fill(mask, -1.0)",
             "return x + bias",
         ],
+    ]
+
+
+def test_a_dtype_is_read_where_it_is_asked_for():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+
+        def forward(self, x, mask):
+            x = self.a(x)
+            y = x * 2
+            bias = torch.zeros_like(mask, dtype=y.dtype)
+            return x * y + bias
+
+    # What reads it and what takes it are of one line, and never apart.
+    assert blocks(Masked(), torch.randn(4, 6), torch.ones(4, 6, dtype=torch.bool)) == [
+        ["x = self.a(x)"],
+        ["y = x * 2"],
+        ["bias = torch.zeros_like(mask, dtype=y.dtype)"] * 2,
+        ["return x * y + bias"],
+        ["return x * y + bias"],
     ]
