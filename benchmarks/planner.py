@@ -165,7 +165,7 @@ def simulator_table(results: Results) -> str:
 
 
 PRESSED = (("gpt2_xl", 4, 8), ("vit_g_14", 4, 8))
-SHARES = (100, 85, 70, 60, 50, 40, 30, 20, 15, 10)
+SHARES = (100, 85, 70, 60, 50, 40, 30, 20)
 
 
 def pressure_table(results: Results, folder: Path) -> str:
