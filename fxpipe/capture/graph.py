@@ -8,6 +8,7 @@ from torch import Tensor, fx
 from torch.fx.node import Argument, Target
 from torch.nn import functional
 
+from fxpipe.capture.devices import device_of, make_on, name_devices, only_moves
 from fxpipe.capture.dynamo import function_of
 from fxpipe.capture.formals import FORMALS, Formals, formals_of, hand_on
 from fxpipe.capture.functions import Functions
@@ -52,7 +53,7 @@ def own_graph(
         # An input that is never read has `val` alone.
         builder.values[node].meta["val"] = node.meta.get("example_value", node.meta.get("val"))
         hand_on(formals_of(node), builder.values[node])
-    builder.device = _device_of(builder.graph)
+    builder.device = device_of(builder.graph)
     result = builder.copy(found)
     builder.graph.output(tuple(builder.result(value) for value in result))
     builder.graph.lint()
@@ -141,7 +142,7 @@ class _Builder:
     def _call(self, node: fx.Node) -> Any:
         if node.target is _CHECKPOINT:
             return self._inline(node)
-        _name_devices(node)
+        name_devices(node)
         _refuse(node)
         if node.op == "call_function" and isinstance(node.args[0] if node.args else None, fx.Node):
             container = self.values[node.args[0]]  # type: ignore[index]
@@ -151,11 +152,11 @@ class _Builder:
             of = self.values[node.args[0]]  # type: ignore[index]
             if not isinstance(of, fx.Node) or of.op == "placeholder" or not node.users:
                 return node.meta["example_value"]  # no autocast changes that of what is given
-        if _only_moves(node):
+        if only_moves(node):
             moved = self.values[node.args[0]]  # type: ignore[index]
             if isinstance(moved, fx.Node):
                 hand_on(formals_of(node), moved)
-                _make_on(self.device, moved)
+                make_on(self.device, moved)
             return moved
         stack = self.names.paths(node.meta.get("nn_module_stack", {}))
         module, call = stack[-1] if stack else ("", "")
@@ -240,46 +241,6 @@ def _public(operator: torch._ops.OpOverloadPacket, node: fx.Node) -> Target:
             "or keep that module outside the pipelined model"
         )
     return operator
-
-
-def _name_devices(node: fx.Node) -> None:
-    """Devices that the user wrote as text become devices, as which they are those of a stage."""
-    named = node.kwargs.get("device")
-    if isinstance(named, str):
-        node.kwargs = {**node.kwargs, "device": torch.device(named)}
-    if node.op == "call_method" and node.target == "to":
-        node.args = tuple(torch.device(a) if isinstance(a, str) else a for a in node.args)
-
-
-def _only_moves(node: fx.Node) -> bool:
-    """`x.to(device)`, `x.cpu()`, `x.cuda()`: within a stage all is on its device anyway."""
-    if node.op != "call_method" or node.target not in ("to", "cpu", "cuda"):
-        return False
-    settings = [*node.args[1:], *node.kwargs.values()]
-    return all(isinstance(value, torch.device | bool | int) for value in settings)
-
-
-def _make_on(device: torch.device, moved: fx.Node) -> None:
-    """Let a tensor that is computed of numbers alone, as `torch.arange(8) / 8`, be on `device`.
-
-    Else it would stay where torch puts it, once the move is left out.
-    """
-    above = dict.fromkeys([moved])
-    for node in (reached := [moved]):
-        if not node.op.startswith("call_"):
-            return
-        tensors = [n for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor | tuple)]
-        reached += [used for used in tensors if used not in above]
-        above.update(dict.fromkeys(tensors))
-    for node in above:
-        if not any(isinstance(used.meta["val"], Tensor | tuple) for used in node.all_input_nodes):
-            node.kwargs = {**node.kwargs, "device": device}
-
-
-def _device_of(graph: fx.Graph) -> torch.device:
-    """That of its inputs."""
-    values = (node.meta["val"] for node in graph.find_nodes(op="placeholder"))
-    return next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
 
 
 def _attribute(owner: torch.nn.Module, target: str) -> Any:

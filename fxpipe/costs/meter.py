@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxpipe.costs.counted import most_bytes
+from fxpipe.costs.of_weights import of_weights
 from fxpipe.costs.op_backward import (
     arriving_bytes,
     backward_bytes,
@@ -27,7 +28,6 @@ from fxpipe.costs.stopwatch import Clock
 from fxpipe.ir import Capture, OpCost, own_storage
 from fxpipe.memory import storage_of
 from fxpipe.ops.interpret import Compute
-from fxpipe.ops.of_weights import of_weights
 from fxpipe.runtime.receive import Slot, receive
 from fxpipe.runtime.split import written_anyway
 from fxpipe.runtime.swapping import swapped

@@ -134,12 +134,14 @@ def test_what_is_made_of_nothing_is_made_where_it_is_read():
     ]
 
 
-def test_what_asks_for_the_models_dtype_stays_with_what_tells_it():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(6, 6)
+class Linear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 6)
 
+
+def test_what_asks_for_the_models_dtype_stays_with_what_tells_it():
+    class Masked(Linear):
         def forward(self, x, mask):
             x = self.a(x)
             bias = torch.zeros_like(mask, dtype=self.a.weight.dtype)
@@ -159,11 +161,7 @@ def test_what_asks_for_the_models_dtype_stays_with_what_tells_it():
 
 
 def test_a_dtype_is_read_where_it_is_asked_for():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(6, 6)
-
+    class Masked(Linear):
         def forward(self, x, mask):
             x = self.a(x)
             y = x * 2

@@ -1,7 +1,8 @@
 """Which values are made of parameters and buffers: their gradients are for weights alone."""
 
-from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
+from torch import fx
+
+from fxpipe.costs.op_backward import tensors
 
 
 def of_weights(graph: fx.Graph) -> set[fx.Node]:
@@ -14,7 +15,7 @@ def of_weights(graph: fx.Graph) -> set[fx.Node]:
     picking: set[fx.Node] = set()
     for node in graph.nodes:
         # A number among the arguments, such as a batch's size, makes it of nothing else.
-        read = {used for used in node.all_input_nodes if _tensors(used)}
+        read = {used for used in node.all_input_nodes if tensors(used.meta.get("val"))}
         weights = {used for used in read if used.op == "get_attr" or used in found}
         if weights and read <= weights | picking:
             found.add(node)
@@ -25,9 +26,5 @@ def of_weights(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
-
-
 def _has_gradient(node: fx.Node) -> bool:
-    return any(tensor.requires_grad for tensor in _tensors(node))
+    return any(tensor.requires_grad for tensor in tensors(node.meta.get("val")))
