@@ -167,6 +167,14 @@ def test_what_its_own_op_says_to_have_the_dtype_is_not_cast_again():
     assert "return h.softmax(-1, dtype=torch.float32).exp()" in lines
 
 
+def test_a_cast_to_an_operand_stays():
+    def forward(self, x):
+        h = self.layer(x)  # of a lower dtype than x under autocast
+        return (x * h).to(h).exp()
+
+    assert "return (x * h).to(h).exp()" in written(forward)
+
+
 def test_it_may_be_read_within_a_checkpoint_and_meant_outside():
     class Model(nn.Module):
         def __init__(self):

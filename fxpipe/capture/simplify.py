@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fxpipe.capture.formals import FORMALS, hand_on
 from fxpipe.ir import Op
-from fxpipe.ops.interpret import MODE, by_mode
+from fxpipe.ops.interpret import DTYPE, MODE, by_mode
 from fxpipe.ops.regions import REGION
 from fxpipe.ops.specs import tensor_spec
 from fxpipe.runtime.backward import differentiable
@@ -170,8 +170,8 @@ def _numbers(args: Iterable[Any], operand: fx.Node) -> list[float] | None:
 
 def _has_dtype(operand: fx.Node, dtype: Any) -> bool:
     """Whether `operand` is of this dtype, whatever the model's own is, and under autocast too."""
-    if isinstance(dtype, fx.Node) and dtype.target is getattr:
-        return dtype.args[0] is operand
+    if isinstance(dtype, fx.Node) and dtype.target != DTYPE:  # that of a value
+        return dtype.target is getattr and dtype.args[0] is operand
     said = CASTS.get(str(operand.target)) if operand.op == "call_method" else None
     if dtype in (said, *operand.args, *operand.kwargs.values()):
         return True
