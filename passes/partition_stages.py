@@ -75,14 +75,21 @@ def stage_costs(
     )
     messages = tuple(
         # A bare chain's blocks need nothing, and its stages hold what they save.
-        _message(*pair, values, hands=stages[pair[0]].backward_workspace_bytes > 0)
+        _message(*pair, values, bounds, hands=stages[pair[0]].backward_workspace_bytes > 0)
         for pair, values in sorted(sent.items())
     )
     return stages, messages
 
 
-def _message(source: int, target: int, values: Sequence[Value], hands: bool) -> Message:
+def _message(
+    source: int, target: int, values: Sequence[Value], bounds: Sequence[int], hands: bool
+) -> Message:
     back = [value.bytes for value in values if value.gradient]
+    end = bounds[-1]
+    if target == len(bounds) - 2:
+        # Of what the last stage reads as well, the caller's gradient comes by itself.
+        returned = [value for value in values if value.gradient and value.consumers[-1] == end]
+        back += [v.bytes for v in returned if any(bounds[-2] <= k < end for k in v.consumers)]
     n_bytes = sum(value.bytes for value in values)
     return Message(
         source,

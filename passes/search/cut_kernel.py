@@ -155,8 +155,11 @@ def cut(  # type: ignore[no-untyped-def]
             there[source, target] = max(there[source, target], 0) + value_sizes[value]
             values_there[source, target] += 1
             if gradients[value]:
-                back[source, target] = max(back[source, target], 0) + value_sizes[value]
-                values_back[source, target] += 1
+                # Of what the last stage reads as well, the caller's comes by itself.
+                both = readers[r] < bounds[n] == readers[read_ends[value] - 1]
+                n_times = 2 if both and target == n - 1 else 1
+                back[source, target] = max(back[source, target], 0) + n_times * value_sizes[value]
+                values_back[source, target] += n_times
     for j in range(n):
         begin, end = bounds[j], bounds[j + 1]
         forward = action_ms + forward_before[end] - forward_before[begin]

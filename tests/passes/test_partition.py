@@ -202,6 +202,15 @@ def test_what_only_the_caller_reads_is_gone_after_the_loss_though_a_stage_recomp
     assert needed == [10 + 100, max(10 - 3, 10)]
 
 
+def test_of_what_the_last_stage_reads_and_returns_two_gradients_come_back() -> None:
+    makes, reads = blocks(2)
+    for consumers, n_gradients in (((1,), 1), ((2,), 1), ((1, 2), 2)):
+        chain = Chain((makes, reads), (Value("x", 3, 0, consumers, True),), (True,) * 2)
+        _, (message,) = stage_costs(chain, (1,))
+        assert (message.bytes, message.values) == (3, 1)
+        assert (message.gradient_bytes, message.gradients) == (3 * n_gradients, n_gradients)
+
+
 def test_an_input_that_no_backward_keeps_is_gone_after_the_forward() -> None:
     reader = Block(("op",), 1.0, 1.0, saved=(("kept", 8),), forward_workspace_bytes=1)
     values = (Value("kept", 8, -1, (0,), False), Value("read", 16, -1, (0,), False))
