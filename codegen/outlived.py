@@ -3,7 +3,8 @@
 A method's variables hold their values until it returns. Mostly the next line of the user's binds
 the name anew, or a backward keeps the value anyway. Two cases are others:
 
-- The parts of a `torch.cat` are as large as the result, and no backward of its own keeps them.
+- The parts of a `torch.cat` are as large as the result, and no backward of its own keeps them. What
+  they are but views of goes with them.
 - A module's forward has returned, but its lines are not a method of their own, as where a cut
   divides it: its variables would live on with those of the class around it, or until another
   module's lines bind them anew.
@@ -75,12 +76,18 @@ def _over(
 ) -> dict[str, int]:
     """By storage: where it is read last, or the forward ends that has a variable for it."""
     over: dict[str, int] = {}
-    for value, k in place.items():
+    joined: set[fx.Node] = set()  # the last reader joins it, or what is but a view of it
+    for value, k in reversed(place.items()):
         readers = [user for user in value.users if user in place]
         last = max((place[user] for user in readers), default=k)
-        is_joined = any(user.target in JOINS and place[user] == last for user in readers)
-        until = last if is_joined else max(last, ends[calls[k]])
         storage = value.meta.get(GIVEN_UP)
+        if any(
+            user.target in JOINS or (user in joined and user.meta.get(GIVEN_UP) == storage)
+            for user in readers
+            if place[user] == last
+        ):
+            joined.add(value)
+        until = last if value in joined else max(last, ends[calls[k]])
         if storage is not None:
             over[storage] = max(until, over.get(storage, until))
     return over
