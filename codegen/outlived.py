@@ -77,7 +77,7 @@ def _over(
     """By storage: where it is read last, or the forward ends that has a variable for it."""
     over: dict[str, int] = {}
     joined: set[fx.Node] = set()  # the last reader joins it, or what is but a view of it
-    for value, k in reversed(place.items()):
+    for value, k in reversed(list(place.items())):
         readers = [user for user in value.users if user in place]
         last = max((place[user] for user in readers), default=k)
         storage = value.meta.get(GIVEN_UP)
