@@ -150,7 +150,7 @@ class TwoBuffers(Base):
         (Transforms, r"torch.vmap or torch.func \(test_refuse.py.*whole tensors"),
         (Differentiates, r"computes gradients itself, at .*test_refuse.py[^$]*let the loss"),
         (GoesBack, r"computes gradients itself, at .*test_refuse.py[^$]*let the loss"),
-        (Scripted, "line .*: return self.layer\\(x\\)[^$]*torch.jit.script"),
+        (Scripted, r"line .*: return self.layer\(x\)[^$]*(torch.jit.script|ScriptModules)"),
         (NewBuffer, "registers 'seen'.*in the constructor"),
         (HalfOfAWeight, "'half' shares memory with 'layer.weight', which changes"),
         (Computed, "'scaled' was computed of parameters.*in forward"),

@@ -4,7 +4,9 @@ import gc
 import os
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import torch
@@ -38,10 +40,18 @@ class Pool:
         """What each rank's call gives; raises AssertionError with the traceback of one's error."""
         for orders in self._orders:
             orders.put((function, args))
-        found = [results.get(timeout=PATIENCE_S) for results in self._results]
+        found = [self._result(rank) for rank in range(len(self._results))]
         errors = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(found) if error]
         assert not errors, "\n".join(errors)
         return [result for _, result in found]
+
+    def _result(self, rank: int) -> tuple[str | None, Any]:
+        for _ in range(PATIENCE_S):
+            with suppress(Empty):
+                return self._results[rank].get(timeout=1)  # type: ignore[no-any-return]
+            code = self._processes[rank].exitcode
+            assert code is None, f"rank {rank} has gone, with exit code {code}"
+        raise AssertionError(f"rank {rank} gave nothing for {PATIENCE_S} s")
 
     def close(self) -> None:
         for orders in self._orders:

@@ -4,6 +4,7 @@ import re
 
 import jobs
 import pytest
+import torch
 import toys
 
 from fxpipe.passes import order
@@ -45,6 +46,11 @@ def test_skips_under_schedules_with_several_stages_a_rank(two, tmp_path, schedul
     assert two.run(jobs.steps, tmp_path, "skips", 4, (10, 3, 8), False) == EQUAL
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="where a build for CUDA finds no GPU, fake tensors leave a device guard behind that "
+    "goes with the thread that used them: others then end in a segmentation fault",
+)
 @pytest.mark.parametrize("name", ["skips", "normed", "tied"])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_stages_through_torch_compile(two, tmp_path, name, checkpoint):

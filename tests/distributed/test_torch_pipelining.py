@@ -1,5 +1,7 @@
 """torch.distributed.pipelining computes with our stages and tables what the plain model does."""
 
+import re
+
 import pytest
 import torch
 import torch_jobs
@@ -9,12 +11,24 @@ import fxpipe
 from fxpipe.errors import InputError
 from fxpipe.passes import order
 
+_NEWER = r"install torch (\S+) or newer"
 EQUAL = ["equal", "equal"]
 # Whole backwards and halves, on ranks of two stages.
 BY_HAND = (
     "0F0,0F1,3F0,3B0,3F1,0F2,3I1,0B0,0F3,3W1,3F2,3B2,0I1,3F3,3B3,0W1,0B2,0B3\n"
     "1F0,2F0,1F1,2F1,2B0,1B0,2I1,1F2,1B1,2W1,2F2,1F3,2F3,2B2,1B2,2B3,1B3\n"
 )
+
+
+def run(ranks, job, *args):
+    """What each rank's job gives; skips the test where a package is refused for torch's age."""
+    try:
+        return ranks.run(job, *args)
+    except AssertionError as error:
+        newer = max(re.findall(_NEWER, str(error)), default="0")
+        if torch.__version__ < newer:
+            pytest.skip(f"this is torch {torch.__version__}: {newer} or newer runs it")
+        raise
 
 
 @pytest.mark.parametrize(
@@ -32,7 +46,7 @@ def test_a_stage_on_each_rank(two, tmp_path, name, schedule, checkpoint):
     toy = toys.TOYS[name]
     table = order.build(schedule, 2, 4, 1).to_csv()
     toys.write(tmp_path, toy, 4, checkpoint=checkpoint, table=table)
-    assert two.run(torch_jobs.steps, tmp_path, toy, 8, 4) == EQUAL
+    assert run(two, torch_jobs.steps, tmp_path, toy, 8, 4) == EQUAL
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "bfs", BY_HAND])
@@ -42,25 +56,25 @@ def test_skips_go_from_stage_to_stage(two, tmp_path, schedule):
         table = order.build(schedule, 2, 4, 2).to_csv()
     devices = (0, 1, 1, 0) if schedule in ("zb-v", BY_HAND) else (0, 1, 0, 1)
     toys.write(tmp_path, toys.SKIPS, 4, devices=devices, table=table)
-    assert two.run(torch_jobs.steps, tmp_path, toys.SKIPS, 8, 4) == EQUAL
+    assert run(two, torch_jobs.steps, tmp_path, toys.SKIPS, 8, 4) == EQUAL
 
 
 @pytest.mark.parametrize("name", ["whole", "tied"])
 def test_bools_integers_and_a_weight_tied_on_one_rank(two, tmp_path, name):
     toy = toys.TOYS[name]
     toys.write(tmp_path, toy, 4, devices=(0, 1, 0))
-    assert two.run(torch_jobs.steps, tmp_path, toy, 12, 4) == EQUAL
+    assert run(two, torch_jobs.steps, tmp_path, toy, 12, 4) == EQUAL
 
 
 def test_views_in_place_ops_and_expanded_gradients(two, tmp_path):
     table = "0F0,2F0,0F1,2I0,2F1,2W0,2I1,2W1,0I0,0W0,0B1\n1F0,1F1,1I0,1I1,1W0,1W1\n"
     toys.write(tmp_path, torch_jobs.VIEWS, 2, devices=(0, 1, 0), table=table)
-    assert two.run(torch_jobs.steps, tmp_path, torch_jobs.VIEWS, 8, 2) == EQUAL
+    assert run(two, torch_jobs.steps, tmp_path, torch_jobs.VIEWS, 8, 2) == EQUAL
 
 
 def test_losses_of_some_outputs(two, tmp_path):
     toys.write(tmp_path, toys.EARLY, 4, table=order.build("zb-h1", 2, 4, 1).to_csv())
-    assert two.run(torch_jobs.other_losses, tmp_path, 4) == EQUAL
+    assert run(two, torch_jobs.other_losses, tmp_path, 4) == EQUAL
 
 
 def test_stages_under_a_schedule_of_torch(two, tmp_path):
@@ -69,7 +83,7 @@ def test_stages_under_a_schedule_of_torch(two, tmp_path):
 
 
 def test_optimizers_train_within_a_group_of_ranks(four, tmp_path):
-    toys.write(tmp_path, toys.CHAIN, 2, devices=(0, 1, 1))
+    toys.write(tmp_path, toys.CHAIN, 2, devices=(0, 1, 0))
     found = four.run(torch_jobs.trained, tmp_path, (1, 3))
     assert found == [
         "elsewhere",
@@ -103,7 +117,7 @@ def test_calls_that_do_not_fit_say_what_does(two, tmp_path):
     ],
 )
 def test_settings_that_do_not_fit_are_refused_alike(two, tmp_path, settings, error):
-    toys.write(tmp_path, toys.EARLY, 4)
+    toys.write(tmp_path, toys.SKIPS, 4, devices=(0, 1, 0, 1))
     found, other = two.run(torch_jobs.refused, tmp_path, settings)
     assert found == other
     assert error in found
@@ -128,14 +142,14 @@ def test_what_theirs_gets_wrong_is_refused_with_all_reasons(two, tmp_path):
 
 
 def test_a_part_is_not_saved_as_if_it_were_all(two, tmp_path):
-    toys.write(tmp_path, toys.CHAIN, 2, devices=(0, 1, 1))
+    toys.write(tmp_path, toys.CHAIN, 2, devices=(0, 1, 0))
     errors = two.run(torch_jobs.saved, tmp_path)
     assert all("holds a part of the model's weights" in error for error in errors)
     assert not (tmp_path / "last").exists()
 
 
 def test_floats_of_another_dtype_than_told(two, tmp_path):
-    toys.write(tmp_path, toys.CHAIN, 2, devices=(0, 1, 1))
+    toys.write(tmp_path, toys.CHAIN, 2, devices=(0, 1, 0))
     (untold, told), _ = two.run(torch_jobs.other_dtypes, tmp_path)
     assert "stage 0 gives h torch.float32[5, 7]" in untold
     assert "its neighbours were told of h torch.float64[5, 7]" in untold
@@ -147,7 +161,7 @@ def test_a_gradient_that_was_none_when_compiled(two, tmp_path):
     plan = (tmp_path / "plan.json").read_text()
     frozen = plan.partition('"state"')[0].replace('"requires_grad": true', '"requires_grad": false')
     (tmp_path / "plan.json").write_text(frozen + plan[len(plan.partition('"state"')[0]) :])
-    found, _ = two.run(torch_jobs.thawed, tmp_path)
+    found, _ = run(two, torch_jobs.thawed, tmp_path)
     assert "stage 0 gives h torch.float64[5, 7] with a gradient, which it had not" in found
 
 
