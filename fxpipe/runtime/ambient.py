@@ -65,3 +65,17 @@ class Ambient:
                         torch.autocast(each.device_type, each.dtype, each.enabled, cache)
                     )
             yield
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Run a block as a backward runs where `loss.backward()` stands outside of autocast.
+
+    Its ops compute in the dtypes of the forward's. Autocast would lower those of an op that the
+    model has out of it (torch.amp: "Backward passes under autocast are not recommended").
+    """
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

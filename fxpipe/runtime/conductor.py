@@ -17,6 +17,7 @@ import torch
 
 from fxpipe.errors import InputError
 from fxpipe.runtime import stream
+from fxpipe.runtime.ambient import without_autocast
 from fxpipe.runtime.closure import Closure
 from fxpipe.runtime.end import End
 from fxpipe.runtime.engine import Visit
@@ -116,7 +117,7 @@ class Conductor:
         if not found:
             return
         try:
-            with borrowed(self._turns[i].random):
+            with borrowed(self._turns[i].random), without_autocast():
                 torch.autograd.backward([t for t, _ in found], [g for _, g in found])
         except RuntimeError as error:
             if "second time" not in str(error):

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from fxpipe.errors import InputError, StageError
+from fxpipe.runtime.ambient import without_autocast
 from fxpipe.runtime.backward import backward
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.microbatch import map_tensors
@@ -69,7 +70,8 @@ class Objective:
         # Not the loss itself: torch's own are numbers in memory as large as the output.
         self._losses[i] = loss.detach().reshape(()) * self._weights[i]
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
-        backward([scaled], [torch.full_like(scaled, self._weights[i])])
+        with without_autocast():
+            backward([scaled], [torch.full_like(scaled, self._weights[i])])
         self._end.send_gradients(i)
 
     def loss(self) -> Tensor:

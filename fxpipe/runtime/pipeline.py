@@ -12,6 +12,7 @@ from torch.amp import GradScaler
 
 from fxpipe.errors import InputError
 from fxpipe.runtime import microbatch, ties
+from fxpipe.runtime.ambient import without_autocast
 from fxpipe.runtime.clock import Clock
 from fxpipe.runtime.closure import running
 from fxpipe.runtime.end import LossFn
@@ -81,9 +82,10 @@ class Pipeline(Engine):
             loss, gradients = self._graphs.step(in_order, eager, inputs, target, loss_fn, scaler)
         else:
             loss, gradients = eager(inputs, target, loss_fn, scaler)
-        for tensor, gradient in zip(inputs, gradients, strict=True):
-            if gradient is not None:
-                torch.autograd.backward([tensor], [gradient])
+        with without_autocast():
+            for tensor, gradient in zip(inputs, gradients, strict=True):
+                if gradient is not None:
+                    torch.autograd.backward([tensor], [gradient])
         return loss
 
     def clip_grad_norm_(

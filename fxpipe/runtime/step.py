@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from fxpipe.runtime.ambient import without_autocast
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.checkpoint import Replay, recomputes
 from fxpipe.runtime.manifest import InputSpec
@@ -74,13 +75,18 @@ class Step:
         return torch.cat([m if p is None else p for p, m in zip(parts, missing, strict=True)])
 
     def _run(self, action: Action) -> None:
-        j, i, n = action.stage, action.microbatch, self._call.n
+        j, i = action.stage, action.microbatch
         if action.kind is Kind.FORWARD:
             self._forward(action)
-            if j == n - 1:
+            if j == self._call.n - 1:
                 with self._call.span(j, f"loss {i}", LOSS):
                     self._at_end(i)
-            return
+        else:
+            with without_autocast():
+                self._go_back(action)
+
+    def _go_back(self, action: Action) -> None:
+        j, i = action.stage, action.microbatch
         compiled = self._call.stages[j].is_compiled
         if action.kind is Kind.WEIGHT:
             if not compiled:

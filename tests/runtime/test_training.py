@@ -10,6 +10,8 @@ from toys import (
     SCHEDULES,
     SKIPS,
     TIED,
+    Part,
+    Toy,
     assert_same_state,
     both,
     mean_loss,
@@ -97,6 +99,60 @@ def test_a_step_whose_gradient_is_infinite_in_one_stage_is_left_out_in_all(tmp_p
 
     assert scaler.get_scale() == 1.0
     assert all(same(value, before[key]) for key, value in pipe.state_dict().items())
+
+
+class Exact(nn.Module):
+    """Has its products out of autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 7), nn.Linear(7, 3)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            h = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.last(h)
+
+
+def _exact(name, sizes, takes, reads, gives):
+    source = f"""
+        def __init__(self):
+            super().__init__()
+            self.{name} = nn.Linear({sizes})
+
+        def forward(self, {takes}):
+            with torch.autocast("cpu", enabled=False):
+                return self.{name}({takes})
+        """
+    return Part(source, (reads,), (gives,))
+
+
+EXACT = Toy(Exact, (_exact("first", "6, 7", "x", None, "h"), _exact("last", "7, 3", "h", 0, "y")))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_out_of_autocast_is_so_in_backward(tmp_path, mode, schedule):
+    model, pipe = both(tmp_path, EXACT, m=1, schedule=schedule, checkpoint=mode)
+    model.float()
+    pipe.float()
+    x = EXACT.inputs()[0].float().requires_grad_()
+    encoder, mixed = torch.linspace(-1, 1, 36).view(6, 6), torch.linspace(-1, 1, 9).view(3, 3)
+
+    def loss_fn(output, _=None):
+        with torch.autocast("cpu", enabled=False):
+            return (output @ mixed).pow(2).mean()
+
+    expected = loss_fn(model(x @ encoder))
+    expected.backward()
+    gradient, x.grad = x.grad, None
+    encoded = x @ encoder
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = pipe.step(encoded, loss_fn=loss_fn)
+    assert same(loss, expected.detach())
+    assert same(x.grad, gradient)
+    assert_same_state(pipe, model)
 
 
 def test_autocast_reaches_all_stages(tmp_path):

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 
 from fxpipe.errors import FxpipeError, InputError, WeightsError
 from fxpipe.runtime import microbatch
+from fxpipe.runtime.ambient import without_autocast
 from fxpipe.runtime.closure import running
 from fxpipe.runtime.distributed.engine import RankEngine
 from fxpipe.runtime.distributed.entry import Meeting, place_of
@@ -93,7 +94,8 @@ class DistributedPipeline(RankEngine):
                     self._run_row(step, call, meeting, backward=True)
                 if any(meeting.given.gradients):
                     found = self._input_gradients(step, inputs, rows)
-                    give_gradients(inputs, found, self._ranks, self._transport)
+                    with without_autocast():
+                        give_gradients(inputs, found, self._ranks, self._transport)
                 if scaler is not None and scaled:
                     share_overflow(scaler, [*self.parameters()], self._ranks)
                 loss = objective.loss() if self.is_last else None
