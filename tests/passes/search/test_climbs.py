@@ -28,6 +28,9 @@ from fxpipe.passes.search.tables import table_of
 def test_the_judge_says_what_the_simulator_says(seed: int) -> None:
     random = Random(seed)
     chain = halved_slowly(random_chain(random, 24, n_skips=4), random)
+    # The last block reads it, and the model returns it.
+    both = Value("both", 3000, 0, (23, 24), gradient=True)
+    chain = replace(chain, values=(*chain.values, both))
     p, m = random.choice([2, 3]), random.choice([2, 4])
     asked = problem(chain, p, m, recompute=True)
     judge = Judge(asked)
