@@ -192,3 +192,19 @@ def test_it_may_be_read_within_a_checkpoint_and_meant_outside():
     graph = capture(Model(), (torch.randn(4, 6),), {}).graph
     (read,) = graph.find_nodes(op="call_function", target=getattr)
     assert str(read.args[0].target) == "a"
+
+
+def test_the_dtype_of_complex_numbers_is_read_too(tmp_path):
+    class Spectral(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 2) * 0.5)
+            self.last = nn.Linear(6, 3)
+
+        def forward(self, x):
+            ft = torch.fft.rfft(x)
+            kept = torch.zeros(x.size(0), 4, dtype=ft.dtype, device=x.device)
+            kept[:, :3] = ft[:, :3] * torch.view_as_complex(self.weight)
+            return self.last(torch.fft.irfft(kept, n=6))
+
+    verified(Spectral, rows, tmp_path)

@@ -69,7 +69,8 @@ def dtypes_read() -> Iterator[None]:
     def reading(self: Any, tx: Any) -> Any:
         found = read(self, tx)
         dtype = found.as_python_constant() if found is not None else torch.bool
-        return _Read(dtype, getattr, self, "dtype") if dtype.is_floating_point else found
+        real = not (dtype.is_floating_point or dtype.is_complex)
+        return found if real else _Read(dtype, getattr, self, "dtype")
 
     @wraps(call)
     def calling(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
