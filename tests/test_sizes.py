@@ -1,5 +1,7 @@
 """Sizes of inputs besides the batch stay open where the model takes any, and only there."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -67,3 +69,61 @@ def test_a_length_that_the_model_fixes_is_a_number(tmp_path):
     pipe = fxpipe.load(package.write(tmp_path / "out"))
     with pytest.raises(InputError, match=r"must have shape \[batch, 12\], found \[4, 10\]"):
         pipe(torch.randint(20, (4, 10)))
+
+
+class Windows(nn.Module):
+    """Finds the rows, halves and thirds of its windows by way of floats, as Swin does."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        length = x.size(1)
+        half = x[:, : int(length * 0.5)].sum(1, keepdim=True)
+        windows = self.mix((x + half).reshape(-1, 8))
+        rows = int(windows.size(0) / (length / 2 / 2) / 4)
+        return self.head(windows.view(rows, -1, 8)[:, : math.ceil(length / 3)])
+
+
+def test_sizes_by_way_of_floats_are_written_as_whole_numbers(tmp_path):
+    model = Windows().double()
+    x = torch.randn(4, 12, 8, dtype=torch.float64)
+    package = fxpipe.compile(model, (x,), devices="cpu*2", microbatches=2)
+    assert dict(package.manifest.sizes) == {"length": 12}
+    text = "".join(package.files.values())
+    for written in ("x[:, : length // 2]", "view(batch, -1, 8)", ": (length + 2) // 3]"):
+        assert written in text
+    assert " / " not in text
+    pipe = fxpipe.load(package.write(tmp_path / "out")).double()
+    pipe.load_state_dict(model.state_dict())
+    for length in (8, 20):
+        x = torch.randn(5, length, 8, dtype=torch.float64)
+        torch.testing.assert_close(pipe(x), model(x), rtol=0, atol=1e-12)
+
+
+def test_a_length_that_no_arithmetic_tells_is_a_number(tmp_path):
+    class Square(Windows):
+        def forward(self, x):
+            side = int(x.size(1) ** 0.5)
+            return self.head(self.mix(x.view(-1, side, side, 8))).sum((1, 2))
+
+    x = torch.randn(4, 9, 8)
+    package = fxpipe.compile(Square(), (x,), devices="cpu*2", microbatches=2)
+    assert package.manifest.sizes == {}
+
+
+def test_rows_that_no_arithmetic_tells_are_counted_as_they_come(tmp_path):
+    class Turned(Windows):
+        def forward(self, x):
+            first = round(x.size(0) / 2)
+            turned = torch.cat([x[first:], self.mix(x[:first])])
+            return self.head(turned)
+
+    model = Turned()
+    x = torch.randn(4, 8)
+    package = fxpipe.compile(model, (x,), devices="cpu*2", microbatches=2)
+    pipe = fxpipe.load(package.write(tmp_path / "out"))
+    pipe.load_state_dict(model.state_dict())
+    x = torch.randn(6, 8)
+    torch.testing.assert_close(pipe(x), torch.cat([model(x[:3]), model(x[3:])]))

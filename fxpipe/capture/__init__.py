@@ -92,7 +92,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     tree = dict(model.named_modules(remove_duplicate=False))
     ops = name_values(graph, ops, tree, outputs)
     literals, specs = _describe_values(graph)
-    live = {node.name for node in graph.nodes if node.name in specs or node.name not in literals}
+    live = _live(graph, literals)
     return Capture(
         model_name=type(model).__name__,
         graph=graph,
@@ -250,6 +250,17 @@ def _describe_values(graph: fx.Graph) -> tuple[dict[str, str], dict[str, TensorS
         elif text is not None:
             literals[node.name] = text
     return literals, specs
+
+
+def _live(graph: fx.Graph, literals: Mapping[str, str]) -> set[str]:
+    """The nodes that are no text, nor floats on the way from sizes to a size that is text."""
+    live: set[str] = set()
+    for node in reversed(graph.nodes):
+        on_the_way = isinstance(node.meta.get("val"), torch.SymFloat)
+        read = any(user.name in live for user in node.users)
+        if node.name not in literals and (read or not on_the_way):
+            live.add(node.name)
+    return live
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:

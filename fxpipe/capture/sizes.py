@@ -11,10 +11,11 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
+from fxpipe.capture.whole import whole
 from fxpipe.errors import CaptureError
 from fxpipe.ops.interpret import reads_dtype
 from fxpipe.ops.specs import literal, tensor_spec
-from fxpipe.runtime.sizes import holds, size
+from fxpipe.runtime.sizes import holds, is_arithmetic, size
 
 Names = dict[sympy.Expr, str]
 
@@ -129,7 +130,7 @@ def _symbol(dim: Any) -> sympy.Expr | None:
 
 
 def _text(expression: sympy.Expr, names: Names) -> str | None:
-    """An expression as Python; None if it has symbols that are no size of an input."""
+    """An expression as arithmetic; None if it is none, or has symbols of no size of an input."""
     if not expression.free_symbols <= names.keys():
         return None
     renamed = expression.xreplace(
@@ -138,7 +139,9 @@ def _text(expression: sympy.Expr, names: Names) -> str | None:
             for symbol in expression.free_symbols
         }
     )
-    return ast.unparse(_Ordered().visit(ast.parse(PythonPrinter().doprint(renamed), mode="eval")))
+    text = PythonPrinter().doprint(whole(renamed))
+    text = ast.unparse(_Ordered().visit(ast.parse(text, mode="eval")))
+    return text if text == "True" or is_arithmetic(text, names.values()) else None
 
 
 class _Ordered(ast.NodeTransformer):
@@ -168,6 +171,10 @@ def _comparisons(given: Sequence[Tensor], names: Names) -> Iterator[tuple[str, b
         fact = environment.replace(guard.expr)
         place = str(guard.sloc.framework_loc)
         by_path = any(part in place for part in ("_dynamo", "torch/nn"))
+        if fact.free_symbols <= {batch} or not fact.free_symbols <= names.keys():
+            continue
         text = _text(fact, names)
-        if fact.free_symbols - {batch} and text is not None:
+        if text is None:
+            raise CaptureError(f"forward compares sizes that no arithmetic tells: {fact}")
+        if text != "True":
             yield text, by_path or not (fact.has(sympy.Ne) or batch in fact.free_symbols)
