@@ -101,7 +101,12 @@ def _block(
         buffers |= others
     written = {storage for node in nodes for storage in capture.ops[node.name].mutates}
     names = [node.name for node in nodes]
-    most = fullest(names, costs, [needed[name] for name in names], [read for read, _ in states])
+    arriving = [
+        max(0, cost.arriving_bytes - returned.get(name, 0))
+        for name, cost in zip(names, costs, strict=True)
+    ]
+    reads = [read for read, _ in states]
+    most = fullest(names, costs, [needed[name] for name in names], reads, arriving)
     return Block(
         ops=tuple(names),
         forward_ms=sum(cost.forward_ms for cost in costs),
@@ -112,10 +117,7 @@ def _block(
         forward_workspace_bytes=most.forward_bytes,
         backward_workspace_bytes=most.backward_bytes,
         weight_gradient_ms=sum(cost.weight_gradient_ms for cost in costs),
-        arriving_bytes=sum(
-            max(0, cost.arriving_bytes - returned.get(node.name, 0))
-            for node, cost in zip(nodes, costs, strict=True)
-        ),
+        arriving_bytes=sum(arriving),
         halving_ms=sum(cost.halving_ms for cost in costs),
         written_bytes=sum(size for name, size in buffers.items() if own_storage(name) in written),
         input_workspace_bytes=most.input_bytes,

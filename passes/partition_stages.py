@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import ceil
 
 from fxpipe.ir import Block, Chain, Value
@@ -146,10 +146,12 @@ def _stage_cost(
     if crossing.sends_back:
         # It is there in I and gone in W: what arrives, from I on, is less by it, and I needs it.
         released = min(cost.arriving_bytes, _released(blocks, crossing))
-        # What blocks behind have saved stays for W, in which no gradients are on their way.
+        # What blocks behind have saved stays for W, in which no gradients are on their way. What
+        # arrives at blocks before is not there yet.
+        yet = accumulate((block.arriving_bytes for block in blocks), initial=0)
         of_inputs = max(
-            max(0, block.input_workspace_bytes - _returning(block, k, end, values))
-            for k, block in enumerate(blocks, begin)
+            max(0, block.input_workspace_bytes - _returning(block, k, end, values) - before)
+            for (k, block), before in zip(enumerate(blocks, begin), yet, strict=False)
         )
         of_weights = max(block.weight_workspace_bytes for block in blocks)
     return replace(

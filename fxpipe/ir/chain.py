@@ -22,13 +22,13 @@ class Block:
     the backward makes gradients of the parameters `trained`.
     `weight_gradient_ms` is what of `backward_ms` is for weights alone. While the block runs,
     `forward_workspace_bytes`, then `backward_workspace_bytes`, are there on top of what blocks up
-    to it save. A backward in two halves takes `halving_ms` longer, `arriving_bytes` of gradients
-    wait for the second half, and on top of what all blocks save there are `input_workspace_bytes`,
-    then `weight_workspace_bytes`. To be computed again, a forward keeps copies of the buffers it
-    writes, `written_bytes`. Of the forward's workspace are the values `waiting`, of earlier blocks,
-    and of the backward's and its first half's the gradients of the values `returning`. The loss,
-    which is taken as the last block's forward ends, but not as it is computed again, takes
-    `loss_bytes`.
+    to it save. A backward in two halves takes `halving_ms` longer, and `arriving_bytes` of
+    gradients wait for the second half. On top of what all blocks save, and of what waits at this
+    one and those behind it, there are `input_workspace_bytes`, then `weight_workspace_bytes`. To be
+    computed again, a forward keeps copies of the buffers it writes, `written_bytes`. Of the
+    forward's workspace are the values `waiting`, of earlier blocks, and of the backward's and its
+    first half's the gradients of the values `returning`. The loss, which is taken as the last
+    block's forward ends, but not as it is computed again, takes `loss_bytes`.
     """
 
     ops: tuple[str, ...]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from fxpipe.ir import OpCost
@@ -27,11 +28,13 @@ def fullest(
     costs: Sequence[OpCost],
     needed: Sequence[Needed],
     weights: Sequence[Mapping[str, int]],
+    arriving: Sequence[int],
 ) -> Fullest:
     """That of the ops `names` in their order; `weights` are the bytes of those that each reads.
 
-    While an op runs, those behind it have saved nothing yet, or it is gone again. (Of a backward in
-    halves it stays for the second.)
+    While an op runs, those behind it have saved nothing yet, or it is gone again. Of a backward in
+    halves it stays for the second, as do the gradients `arriving` at each op: on top of all these,
+    an op needs less by what is yet to arrive at those before it.
     """
     readers = Counter(name for read in weights for name in read)
     forward, backward, halves = [0], [0], []
@@ -44,7 +47,10 @@ def fullest(
     return Fullest(
         max(forward),
         max(backward),
-        max(of_inputs for of_inputs, _ in halves),
+        max(
+            of_inputs - yet
+            for (of_inputs, _), yet in zip(halves, accumulate(arriving, initial=0), strict=False)
+        ),
         max(of_weights for _, of_weights in halves),
         # What only some of the ops find there may not be what is there at the fullest.
         frozenset.intersection(*(op.waiting for op in needed)),

@@ -12,7 +12,7 @@ def of(*ops: tuple[OpCost, int]) -> tuple[int, int]:
     names = "abc"[: len(ops)]
     costs = [cost for cost, _ in ops]
     needed = [Needed(size, size, NOTHING, NOTHING) for _, size in ops]
-    return fullest(names, costs, needed, [{}] * len(ops))[:2]
+    return fullest(names, costs, needed, [{}] * len(ops), [0] * len(ops))[:2]
 
 
 def test_what_an_op_behind_saves_is_not_there_yet_or_gone_again():
@@ -30,3 +30,10 @@ def test_what_comes_from_before_the_block_or_was_saved_already_stays():
 def test_an_op_of_many_layers_needs_less_in_a_whole_backward():
     cost = OpCost(1.0, 1.0, backward_bytes=50, freed_bytes=20)
     assert of((cost, 50)) == (50, 30)
+
+
+def test_what_is_yet_to_arrive_at_ops_before_is_not_there():
+    costs = [OpCost(1.0, 1.0)] * 3
+    needed = [Needed(0, size, NOTHING, NOTHING) for size in (20, 50, 60)]
+    assert fullest("abc", costs, needed, [{}] * 3, [0, 0, 0]).input_bytes == 60
+    assert fullest("abc", costs, needed, [{}] * 3, [10, 15, 30]).input_bytes == 40

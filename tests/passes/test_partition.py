@@ -133,6 +133,21 @@ def test_halves_need_other_memory_than_a_whole_backward() -> None:
     assert first.arriving_bytes == 0
 
 
+def test_what_arrives_at_blocks_before_is_not_there_yet() -> None:
+    def op(name: str, arriving: int, of_inputs: int) -> Block:
+        return Block(
+            *((name,), 1.0, 2.0),
+            backward_workspace_bytes=1,
+            arriving_bytes=arriving,
+            input_workspace_bytes=of_inputs,
+        )
+
+    blocks = [op("first", 9, 0), op("a", 10, 20), op("b", 30, 35), op("c", 5, 40)]
+    _, second = stage_costs(plain(blocks, n_bytes=0), (1,), training_factor=0.0)[0]
+    assert second.arriving_bytes == 45
+    assert second.input_workspace_bytes == max(20, 35 - 10, 40 - 10 - 30)
+
+
 def test_what_is_saved_behind_the_last_weights_is_gone_before_the_second_half() -> None:
     def op(name: str, weight_ms: float, arriving: int) -> Block:
         saved = ((f"{name}/saved_0", 30), ("a", 40))
