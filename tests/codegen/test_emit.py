@@ -91,7 +91,7 @@ def test_stage_files_import_torch_alone():
 def test_a_stage_imports_what_its_lines_name(tmp_path):
     class Rounded(models.Chain):
         def forward(self, x):
-            return self.layers(x) * math.ceil(x.size(0) / 3)
+            return self.layers(x) * math.ceil(x.size(0) ** 0.5)
 
     model = Rounded()
     package = compile_flat(model, (torch.randn(4, 6),), devices="cpu*2", microbatches=2)
