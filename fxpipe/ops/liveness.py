@@ -48,6 +48,7 @@ def workspaces(
     made: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
+    gradients: dict[str, int] = {}
     trained: set[str] = set()
     nodes = {node.name: node for node in capture.graph.nodes}
     for k, name in enumerate(order):
@@ -55,8 +56,11 @@ def workspaces(
         if name in capture.specs and storage in place:
             spec = capture.specs[name]
             made.setdefault(storage, k)
-            n_bytes = spec.bytes({**capture.sizes, "batch": batch})
-            sizes[storage] = max(n_bytes, sizes.get(storage, 0))
+            # A view that is expanded has no more memory; its gradient is as large as it looks.
+            lengths = {**capture.sizes, "batch": batch}
+            made_bytes = capture.specs.get(storage, spec).bytes(lengths)
+            sizes[storage] = max(made_bytes, sizes.get(storage, 0))
+            gradients[storage] = max(spec.bytes(lengths), gradients.get(storage, 0))
             trained |= {storage} if spec.requires_grad else set()
             users = (place[user.name] for user in nodes[name].users if user.name in place)
             readers.setdefault(storage, []).extend([k, *users])
@@ -83,7 +87,7 @@ def workspaces(
         new = sum(b for s, b in cost.saved if kept_from[s] == k and made.get(s, k) == k)
         needed[name] = Needed(
             sum(sizes[storage] for storage in waiting[k]) + max(0, cost.workspace_bytes - new),
-            sum(sizes[storage] for storage in returning[k]) + cost.backward_bytes,
+            sum(gradients[storage] for storage in returning[k]) + cost.backward_bytes,
             frozenset(waiting[k]),
             frozenset(storage for storage in returning[k] if names[storage] == 1),
         )

@@ -61,6 +61,15 @@ class Folded(nn.Module):
         return b - 1
 
 
+class Expanded(nn.Module):
+    """A view of its value looks three times as large, and has a gradient that is."""
+
+    def forward(self, x):
+        a = x + 1
+        b = a.expand(3, -1, -1) * 2
+        return b - 1
+
+
 class Masked(nn.Module):
     """Its layer, and a value of its own."""
 
@@ -132,6 +141,13 @@ def test_what_another_line_reads_is_held_by_a_variable():
 def test_what_is_joined_is_held_while_its_line_reads_the_whole():
     # The whole is twice as long as a part.
     assert [forward for forward, _ in needed(model=Folded)] == [0, 1, 1 + 2, 2, 6]
+
+
+def test_an_expanded_view_has_no_more_memory_and_its_gradient_has():
+    # b's gradient is three times the input's size, as is that of the view that it reads.
+    (_, of_a), (_, of_view), *_ = found = needed(model=Expanded)
+    assert [forward for forward, _ in found[:3]] == [0, 1, 1]
+    assert (of_a, of_view) == (3, 3)
 
 
 def test_what_is_saved_waits_for_nothing():
