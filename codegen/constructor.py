@@ -9,7 +9,7 @@ from torch import fx, nn
 from fxpipe.codegen.initial import filled, initial_values
 from fxpipe.codegen.loops import LOOP, Loop
 from fxpipe.codegen.made import Made, Written, is_number, made_whole
-from fxpipe.codegen.names import Containers, assignment, child, path
+from fxpipe.codegen.names import Containers, assignment, child, is_attribute, path
 from fxpipe.codegen.scope import Scope
 from fxpipe.ir import Capture
 
@@ -158,6 +158,8 @@ class _Declaring:
                 value = self._container(full, below)
             elif below.made is not None:
                 value = str(below.made)
+            elif self._is_parameters_alone(full, below):
+                value = self._parameters(full, below)
             else:
                 value = "nn.ModuleDict()" if below.is_numbered else "nn.Module()"
                 if below.is_numbered:
@@ -203,16 +205,44 @@ class _Declaring:
             return f"nn.ModuleDict({{{pairs}}})"
         return f"nn.ModuleDict({{str(i): {' '.join(told)}}})"
 
+    def _is_parameters_alone(self, name: str, place: _Place) -> bool:
+        """Whether it holds what no attribute can be called, as nn.ParameterList does."""
+        held = [self.scope.state[f"{name}.{last}"] for last in place.tensors]
+        keys = not any(hasattr(nn.ParameterDict, last) for last in place.tensors)
+        alone = keys and not place.children and all(isinstance(t, nn.Parameter) for t in held)
+        return alone and not all(map(is_attribute, place.tensors))
+
+    def _parameters(self, name: str, place: _Place) -> str:
+        """All of them in one expression."""
+        numbered = all(map(str.isdecimal, place.tensors))
+        names = sorted(place.tensors, key=int) if numbered else place.tensors
+        made = {last: self._parameter(f"{name}.{last}") for last in names}
+        place.tensors = []
+        in_list = list(made) == [str(k) for k in range(len(made))]
+        self.containers[name] = "list" if in_list else "dict"
+        if not in_list:
+            pairs = ", ".join(f'"{last}": {one}' for last, one in made.items())
+            return f"nn.ParameterDict({{{pairs}}})"
+        if len(made) > 1 and len({*made.values()}) == 1:
+            return f"nn.ParameterList({made['0']} for _ in range({len(made)}))"
+        return f"nn.ParameterList([{', '.join(made.values())}])"
+
     def _tensor(self, owner: str, last: str, name: str) -> str:
-        tensor, shape = self.scope.state[name], self.scope.shapes.get(name)
-        sizes = tuple(tensor.shape) if shape is None else shape
-        if not isinstance(tensor, nn.Parameter):
-            persistent = "" if name in self.scope.saved else ", persistent=False"
-            return (
-                f"{owner}.register_buffer({last!r}, {filled('zeros', tensor, sizes)}{persistent})"
-            )
+        tensor = self.scope.state[name]
+        if isinstance(tensor, nn.Parameter):
+            return assignment(owner, last, self._parameter(name))
+        persistent = "" if name in self.scope.saved else ", persistent=False"
+        zeros = filled("zeros", tensor, self._sizes(name))
+        return f"{owner}.register_buffer({last!r}, {zeros}{persistent})"
+
+    def _parameter(self, name: str) -> str:
+        tensor = self.scope.state[name]
         frozen = "" if tensor.requires_grad else ", requires_grad=False"
-        return assignment(owner, last, f"nn.Parameter({initial_values(tensor, sizes)}{frozen})")
+        return f"nn.Parameter({initial_values(tensor, self._sizes(name))}{frozen})"
+
+    def _sizes(self, name: str) -> Sequence[int | str]:
+        shape = self.scope.shapes.get(name)
+        return tuple(self.scope.state[name].shape) if shape is None else shape
 
 
 def _alike_runs(place: _Place) -> dict[str, tuple[list[str], str]]:

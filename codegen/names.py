@@ -139,10 +139,10 @@ def child(parent: str, name: str, kind: str = "") -> str:
         return f'{parent}["{name}"]'
     if name in _MODULES_OWN:
         return f"{parent}._modules[{name!r}]"  # as an attribute it is the method
-    return f"{parent}.{name}" if _is_attribute(name) else f"getattr({parent}, {name!r})"
+    return f"{parent}.{name}" if is_attribute(name) else f"getattr({parent}, {name!r})"
 
 
-def _is_attribute(name: str) -> bool:
+def is_attribute(name: str) -> bool:
     """Whether `name`, behind a dot in a class, is an attribute of just that name.
 
     Python writes identifiers in one normal form, and those of a class with two underscores anew.

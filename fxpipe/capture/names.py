@@ -109,9 +109,12 @@ def derived(model: nn.Module, state: Mapping[str, Tensor]) -> set[str]:
 
 
 def all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers and plain tensor attributes, which a state_dict leaves out."""
+    """Parameters, buffers and plain tensor attributes, which a state_dict leaves out.
+
+    One that hides a method, `self.half`, is called `half_`: a buffer can't be.
+    """
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, value in {**module._parameters, **module._buffers, **vars(module)}.items():
             if isinstance(value, Tensor):
-                yield prefix + name, value
+                yield f"{prefix}{name}_" if hasattr(nn.Module, name) else prefix + name, value
