@@ -8,6 +8,7 @@ import torch
 from flat import compile_flat, verified
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint_sequential
 
 import fxpipe
 from fxpipe.capture import capture
@@ -394,8 +395,13 @@ def test_checkpoint_regions_are_opened():
         def forward(self, x):
             return torch.utils.checkpoint.checkpoint(self.layers, x, use_reentrant=False)
 
-    captured = capture(Checkpointed(), (torch.randn(4, 6),), {})
-    assert targets(captured) == [f"layers.{k}" for k in range(4)]
+    class InSegments(models.Chain):
+        def forward(self, x):
+            return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
+
+    for model in (Checkpointed(), InSegments()):
+        captured = capture(model, (torch.randn(4, 6),), {})
+        assert targets(captured) == [f"layers.{k}" for k in range(4)]
 
 
 def test_what_a_library_calls_only_while_traced_becomes_what_it_calls_otherwise():

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils.checkpoint import checkpoint_sequential
 
 from fxpipe.capture.dtype_reads import dtypes_read
 from fxpipe.capture.formals import noted_formals
@@ -63,12 +64,32 @@ def more_rules() -> Iterator[None]:
         dtypes_read(),
         _calls_counted(),
         _handlers_apart(),
+        _segments_opened(),
         patch("torch.nn.modules.transformer._detect_is_causal_mask", told_causal),
         patch.object(TensorVariable, "unpack_var_sequence", unpacking),
         patch.object(setter, name_of_rule, setting),
         patch.object(TorchInGraphFunctionVariable, "call_function", calling),
     ):
         yield
+
+
+@contextmanager
+def _segments_opened() -> Iterator[None]:
+    """`checkpoint_sequential` calls its functions one by one: Dynamo opens `checkpoint` alone."""
+    own = checkpoint_sequential.__code__
+    checkpoint_sequential.__code__ = _one_by_one.__code__
+    try:
+        yield
+    finally:
+        checkpoint_sequential.__code__ = own
+
+
+def _one_by_one(
+    functions: Any, segments: Any, input: Any, use_reentrant: Any = None, **kwargs: Any
+) -> Any:
+    for function in functions:
+        input = function(input)
+    return input
 
 
 def _setattr_rule() -> tuple[Any, str]:
