@@ -90,11 +90,18 @@ def refuse_shared_memory(
             if not changes and not isinstance(state[other], nn.Parameter):
                 continue
             if _apart(model, name, other) and _overlap(tensor, state[other]):
+                one, two = (_attribute(model, tensor) for tensor in (name, other))
                 raise CaptureError(
-                    f"{name!r} shares memory with {other!r}, which changes: in a package, as in a "
+                    f"{one!r} shares memory with {two!r}, which changes: in a package, as in a "
                     "model that is moved, each has its own. Keep one, and take the other of it in "
                     "forward"
                 )
+
+
+def _attribute(model: nn.Module, name: str) -> str:
+    """What the model itself calls the tensor `name` (`names.all_tensors`)."""
+    path, _, leaf = name.rpartition(".")
+    return name if hasattr(model.get_submodule(path), leaf) else name.removesuffix("_")
 
 
 def _apart(model: nn.Module, name: str, other: str) -> bool:
