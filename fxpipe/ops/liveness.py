@@ -44,7 +44,10 @@ def workspaces(
     """
     place = {name: k for k, name in enumerate(order)}
     end = len(order)
-    names = Counter(capture.ops[name].storage for name in order)
+    # By storage, its views: what an op in place gives is the value that it wrote, by a later name.
+    results = [capture.ops[name] for name in order]
+    views = Counter(op.storage for op in results if op.storage not in op.mutates)
+    latest = {op.storage: name for name, op in zip(order, results, strict=True)}
     made: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
@@ -89,7 +92,7 @@ def workspaces(
             sum(sizes[storage] for storage in waiting[k]) + max(0, cost.workspace_bytes - new),
             sum(gradients[storage] for storage in returning[k]) + cost.backward_bytes,
             frozenset(waiting[k]),
-            frozenset(storage for storage in returning[k] if names[storage] == 1),
+            frozenset(latest[storage] for storage in returning[k] if views[storage] == 1),
         )
     result = [storage for storage in outputs & trained if storage in sizes]
     unused = loss.unused if loss else ()

@@ -70,6 +70,16 @@ class Expanded(nn.Module):
         return b - 1
 
 
+class InPlace(nn.Module):
+    """Its first value is written in place."""
+
+    def forward(self, x):
+        a = x * 2
+        b = a.sigmoid_()
+        c = b * 3
+        return c - 1
+
+
 class Masked(nn.Module):
     """Its layer, and a value of its own."""
 
@@ -148,6 +158,13 @@ def test_an_expanded_view_has_no_more_memory_and_its_gradient_has():
     (_, of_a), (_, of_view), *_ = found = needed(model=Expanded)
     assert [forward for forward, _ in found[:3]] == [0, 1, 1]
     assert (of_a, of_view) == (3, 3)
+
+
+def test_the_gradient_of_what_is_written_in_place_is_that_of_what_is_read():
+    captured = capture(InPlace(), (torch.randn(8, 4, requires_grad=True),), {})
+    costs = {name: OpCost(0.0, 0.0) for name in captured.ops}
+    found, _ = workspaces(captured, costs, [*captured.ops], batch=8)
+    assert [found[name].returning for name in "abc"] == [{"b"}, {"b"}, {"c"}]
 
 
 def test_what_is_saved_waits_for_nothing():
