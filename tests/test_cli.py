@@ -414,6 +414,9 @@ def test_a_profile_is_measured_on_its_own_and_compiled_from():
     assert facts["forward_ms"] > 0
     assert facts["links"][0]["gb_per_s"] is None
     compiled_into("out", "--profile", "costs.json")
+    by_itself = run("profile", write(), "-o", "all.json")
+    assert by_itself.exit_code == 0, by_itself.output
+    compiled_into("another", "--profile", "all.json")
     table = run("profile", write(), "--devices", 2, "-o", "a100.json", "--profile", "analytic:a100")
     assert "300.0 GB/s" in table.stdout
     compiled_into("other", "--profile", "a100.json")

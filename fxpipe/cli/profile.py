@@ -6,13 +6,19 @@ from typing import Annotated
 import typer
 
 from fxpipe.cli.answer import answering, say
-from fxpipe.cli.arguments import BATCH, DevicesText, Json, TargetText
+from fxpipe.cli.arguments import BATCH, Json, TargetText
 
 
 def profile_command(
     target: TargetText,
-    devices: DevicesText,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file to write.")],
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices",
+            help="A count, or a list as in cuda:0,cuda:1 and cpu*4 [default: every GPU, or cpu*2]",
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows of a training step.")] = BATCH,
     microbatches: Annotated[
         int | None,
@@ -35,7 +41,7 @@ def profile_command(
         from fxpipe.costs.devices import device_named
         from fxpipe.costs.profile_file import save_profile
         from fxpipe.outputs import check_file
-        from fxpipe.runtime.device_names import parse_devices
+        from fxpipe.runtime.device_names import all_devices, parse_devices
         from fxpipe.settings import usual_microbatches
         from fxpipe.show import profile as report_profile
         from fxpipe.show.progress import Progress
@@ -44,7 +50,7 @@ def profile_command(
         check_file(out)
         if profile is not None:
             device_named(profile)
-        used = parse_devices(devices)
+        used = all_devices() if devices is None else parse_devices(devices)
         loaded = targets.load(target)
         model = loaded.build() if profile is None else loaded.build_without_memory()
         inputs = loaded.inputs(batch, model)

@@ -35,6 +35,12 @@ def parse_devices(devices: Devices) -> tuple[Device, ...]:
     return found
 
 
+def all_devices() -> tuple[Device, ...]:
+    """Every CUDA device of this machine; without one, two CPU lanes, which are as any number."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return _counted(count or 2)
+
+
 def _counted(count: int) -> tuple[Device, ...]:
     if count < 1:
         raise DeviceError(f"{count} devices: a pipeline needs at least one")

@@ -5,7 +5,7 @@ import torch
 
 from fxpipe.errors import DeviceError
 from fxpipe.runtime import virtual
-from fxpipe.runtime.device_names import parse_devices
+from fxpipe.runtime.device_names import all_devices, parse_devices
 from fxpipe.runtime.virtual import VirtualDevice
 
 CPU = torch.device("cpu")
@@ -26,6 +26,14 @@ def test_a_count_means_cuda_devices_if_there_are_enough_else_lanes(count, monkey
     assert parse_devices(count) == (CPU,) * 3
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert parse_devices(count) == tuple(torch.device("cuda", k) for k in range(3))
+
+
+def test_all_devices_are_the_gpus_or_else_two_lanes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert all_devices() == (CPU,) * 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert all_devices() == tuple(torch.device("cuda", k) for k in range(3))
 
 
 def test_a_gpu_is_cut_and_its_groups_have_names_that_say_which(monkeypatch):
