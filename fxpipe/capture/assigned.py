@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from fxpipe.capture.names import all_tensors, derived
+from fxpipe.capture.names import all_tensors, attribute, derived
 from fxpipe.capture.simplify import named_by_user
 from fxpipe.errors import CaptureError
 from fxpipe.ir import Op, own_storage
@@ -26,8 +26,8 @@ def assigned(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     """Buffers and tensor attributes that are no more those of `state`, which are put back."""
     found = [name for name, now in all_tensors(model) if state.get(name, now) is not now]
     for name in found:
-        path, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(path), leaf, state[name])
+        owner, own_name = attribute(model, name)
+        setattr(owner, own_name, state[name])
     made = derived(model, state)
     return [name for name in found if name not in made]
 

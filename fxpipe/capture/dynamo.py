@@ -25,6 +25,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 from fxpipe.capture.failures import PYTHON_DRAWS, frozen_batch, unsupported
 from fxpipe.capture.first_calls import Seen
 from fxpipe.capture.inputs import Form, copies
+from fxpipe.capture.names import attribute
 from fxpipe.capture.region import Region
 from fxpipe.capture.rules import functions_as_ops, more_rules
 from fxpipe.errors import CaptureError
@@ -75,8 +76,8 @@ class FlatModel(nn.Module):
 
     def left(self) -> list[Tensor]:
         """What forward left in the place of the buffers in `assigned`."""
-        paths = [name.rpartition(".") for name in self.assigned[self.training]]
-        return [getattr(self.model.get_submodule(path), leaf) for path, _, leaf in paths]
+        names = self.assigned[self.training]
+        return [getattr(*attribute(self.model, name)) for name in names]
 
 
 def dynamo_graph(

@@ -118,3 +118,10 @@ def all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, value in {**module._parameters, **module._buffers, **vars(module)}.items():
             if isinstance(value, Tensor):
                 yield f"{prefix}{name}_" if hasattr(nn.Module, name) else prefix + name, value
+
+
+def attribute(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has the tensor `name` of `all_tensors`, and what that calls it itself."""
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    return owner, leaf if hasattr(owner, leaf) else leaf.removesuffix("_")

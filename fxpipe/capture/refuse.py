@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fxpipe.capture.names import attribute
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.ir import Op, SourceLine, own_storage
 from fxpipe.memory import storage_of
@@ -90,7 +91,7 @@ def refuse_shared_memory(
             if not changes and not isinstance(state[other], nn.Parameter):
                 continue
             if _apart(model, name, other) and _overlap(tensor, state[other]):
-                one, two = (_attribute(model, tensor) for tensor in (name, other))
+                one, two = (_said(model, tensor) for tensor in (name, other))
                 raise CaptureError(
                     f"{one!r} shares memory with {two!r}, which changes: in a package, as in a "
                     "model that is moved, each has its own. Keep one, and take the other of it in "
@@ -98,16 +99,14 @@ def refuse_shared_memory(
                 )
 
 
-def _attribute(model: nn.Module, name: str) -> str:
-    """What the model itself calls the tensor `name` (`names.all_tensors`)."""
-    path, _, leaf = name.rpartition(".")
-    return name if hasattr(model.get_submodule(path), leaf) else name.removesuffix("_")
+def _said(model: nn.Module, name: str) -> str:
+    path, dot, _ = name.rpartition(".")
+    return path + dot + attribute(model, name)[1]
 
 
 def _apart(model: nn.Module, name: str, other: str) -> bool:
     """Whether two names are of two attributes, not of one of a module that has two names."""
-    (path, _, leaf), (other_path, _, other_leaf) = name.rpartition("."), other.rpartition(".")
-    module, other_module = model.get_submodule(path), model.get_submodule(other_path)
+    (module, leaf), (other_module, other_leaf) = attribute(model, name), attribute(model, other)
     return module is not other_module or leaf != other_leaf
 
 

@@ -39,6 +39,19 @@ class Model(nn.Module):
         return self.last(x) @ self.tied[0] * self.tied[1]
 
 
+class Counting(nn.Module):
+    """As `half`, and forward assigns it anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.half = torch.full((6,), 0.5)
+
+    def forward(self, x):
+        self.half = self.half + 1
+        return self.layer(x) * self.half
+
+
 def rows(batch):
     return {"x": torch.randn(batch, 6)}
 
@@ -60,3 +73,13 @@ def test_a_list_and_a_dict_are_made_as_such():
 @pytest.mark.parametrize("devices", [2, 4])
 def test_they_are_the_plain_ones_wherever_they_are_cut(devices, tmp_path):
     verified(Model, rows, tmp_path, devices=devices)
+
+
+def test_a_tensor_that_hides_a_method_may_be_assigned_in_forward():
+    model = Counting()
+    half = model.half
+    stage = compile_flat(model, kwargs=rows(4), devices=1, microbatches=2).files["stage_0.py"]
+    assert 'register_buffer("half_"' in stage.replace("'", '"')
+    assert "half_.copy_(" in stage
+    assert model.half is half
+    assert not hasattr(model, "half_")
