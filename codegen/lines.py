@@ -64,6 +64,16 @@ _NAMESPACES: tuple[tuple[str, Any], ...] = (
     ("math", math),
     ("operator", operator),
 )
+# What a trace calls Python's own functions of numbers.
+_OF_NUMBERS: dict[Any, str] = {
+    operator.abs: "abs",
+    torch.sym_float: "float",
+    torch.sym_int: "int",
+    torch.sym_max: "max",
+    torch.sym_min: "min",
+    torch.sym_sqrt: "math.sqrt",
+    "__round__": "round",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +106,8 @@ class Writer:
             return called(node, f"self.{method}", arguments)
         if node.op == "call_method":
             owner, *rest = node.args
+            if target in _OF_NUMBERS:
+                return f"{_OF_NUMBERS[target]}({self._arguments(node.args, node.kwargs)})"
             kwargs = without_defaults(node)
             return f"{self._operand(owner)}.{target}({self._arguments(spread(node, rest), kwargs)})"
         if target in _INFIX:
@@ -191,14 +203,22 @@ def is_statement(node: fx.Node) -> bool:
 
 def function_name(target: Any) -> str:
     """What a function is called in code that imports what `_NAMESPACES` calls it by."""
-    if target is operator.abs:
-        return "abs"
+    if target in _OF_NUMBERS:
+        return _OF_NUMBERS[target]
     if isinstance(target, torch._ops.OpOverload):
         return f"torch.ops.{target.namespace}.{target._opname}.{target._overloadname}"
-    found = _public_names().get(id(target)) or _torch_path(target)
+    found = _public_names().get(id(target)) or _math_name(target) or _torch_path(target)
     if found is None:
         raise CaptureError(f"an op calls {target!r}, which has no public name to write it by")
     return found
+
+
+def _math_name(target: Any) -> str | None:
+    """The function of `math` that a trace calls by a private one of torch's, `torch._sym_log2`."""
+    name = str(getattr(target, "__name__", ""))
+    function = name.removeprefix("_sym_")
+    is_one = function != name and getattr(torch, name, None) is target and hasattr(math, function)
+    return f"math.{function}" if is_one else None
 
 
 def _torch_path(target: Any) -> str | None:
