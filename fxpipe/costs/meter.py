@@ -6,13 +6,13 @@ one ratio for all ops (Pfeife, ICML 2025, does the latter).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fxpipe.costs.counted import most_bytes
+from fxpipe.costs.layouts import Layouts, in_own_layout, layouts_of
 from fxpipe.costs.of_weights import of_weights
 from fxpipe.costs.op_backward import (
     arriving_bytes,
@@ -24,9 +24,9 @@ from fxpipe.costs.op_backward import (
     with_gradient,
     without_gradient,
 )
+from fxpipe.costs.saved import Owner, computed, owners
 from fxpipe.costs.stopwatch import Clock
 from fxpipe.ir import Capture, OpCost, own_storage
-from fxpipe.memory import storage_of
 from fxpipe.ops.interpret import Compute
 from fxpipe.runtime.receive import Slot, receive
 from fxpipe.runtime.split import written_anyway
@@ -39,22 +39,25 @@ class _Measured:
 
     `saved` are the storages that backward keeps: an argument's, by its place among the tensors
     given, the result's own, or, None, one that nothing else has. `shapes_of` are places too.
+    `arriving_bytes` if the results' gradients come in their layout, and the most in any.
     """
 
     forward_ms: float
     backward_ms: float
     weight_gradient_ms: float
-    saved: tuple[tuple[int | Literal["result"] | None, int], ...]
+    saved: tuple[tuple[Owner, int], ...]
     forward_bytes: int
     backward_bytes: int
     added_bytes: int
     freed_bytes: int
     arriving_bytes: int
+    most_arriving_bytes: int
+    layouts: Layouts
     shapes_of: tuple[int, ...]
 
 
 class Meter:
-    """A hook for `run_graph` that fills `costs`, with the times that `clock` tells.
+    """A hook for `run_graph` that measures each op's costs, with the times that `clock` tells.
 
     The graph runs with `modules`. `engine_ms` is what a backward takes besides the op's own.
     """
@@ -67,13 +70,13 @@ class Meter:
         clock: Clock,
         engine_ms: float = 0.0,
     ) -> None:
-        self.costs: dict[str, OpCost] = {}
         self._capture = capture
         self._modules = modules
         self._device = device
         self._clock = clock
         self._engine_ms = engine_ms
         self._known: dict[str, _Measured] = {}
+        self._measured: dict[fx.Node, _Measured] = {}
         self._of_weights = of_weights(capture.graph)
 
     def __call__(
@@ -86,15 +89,28 @@ class Meter:
             key = f"{_signature(node, self._capture, (args, kwargs))} {weights}"
             if key not in self._known:
                 self._known[key] = self._measure(node, compute, args, kwargs)
-            self.costs[node.name] = self._cost(node, self._known[key])
+            self._measured[node] = self._known[key]
         with torch.no_grad():
             return compute(args, kwargs)
+
+    @property
+    def costs(self) -> dict[str, OpCost]:
+        """Each op's, by its name; all of them have run."""
+        layouts = {node: measured.layouts for node, measured in self._measured.items()}
+        own = in_own_layout(layouts, lambda node: [used for used, _ in _given(node)])
+        return {
+            node.name: self._cost(node, measured, node in own)
+            for node, measured in self._measured.items()
+        }
 
     def _moved(self, value: Any) -> Any:
         return self._device if isinstance(value, torch.device) else value
 
-    def _cost(self, node: fx.Node, measured: _Measured) -> OpCost:
-        """The costs, storages under the names of this op's values."""
+    def _cost(self, node: fx.Node, measured: _Measured, own_layout: bool) -> OpCost:
+        """The costs, storages under the names of this op's values.
+
+        With `own_layout` the results' gradients come in theirs.
+        """
         given = _given(node)
         saved: dict[str, int] = {}
         for k, (place, n_bytes) in enumerate(measured.saved):
@@ -112,7 +128,7 @@ class Meter:
             measured.forward_bytes,
             measured.weight_gradient_ms,
             measured.backward_bytes,
-            measured.arriving_bytes,
+            measured.arriving_bytes if own_layout else measured.most_arriving_bytes,
             added_bytes=measured.added_bytes,
             freed_bytes=measured.freed_bytes,
             shapes_of=tuple(
@@ -154,9 +170,7 @@ class Meter:
         # A tensor that the op writes is its result then: gradients go on to the leaf.
         begun = tree_map(leaf, (args, kwargs))
         given = tree_map(unwritten, begun)
-        packed: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(_into(packed), _same):
-            result, forward_bytes = most_bytes(lambda: compute(*given), self._device)
+        result, forward_bytes, saved = computed(lambda: compute(*given), self._device)
         leaves, parameters = tensors(begun), self._parameters(node)
         pairs = list(zip(_given(node), leaves, strict=True))
         weights = [tensor for (used, _), tensor in pairs if self._is_weight(used)]
@@ -168,16 +182,21 @@ class Meter:
         made_bytes = backward_bytes(result, leaves + parameters, self._device)
         added_bytes = bytes_added_to(result, read + parameters)
         in_part = _wants(weights + parameters) and _wants(inputs)
+        arriving = [
+            arriving_bytes(result, inputs, turned) if in_part else 0 for turned in (False, True)
+        ]
         return _Measured(
             forward_ms=forward_ms,
             backward_ms=whole_ms,
             weight_gradient_ms=whole_ms * self._weight_share(result, weights + parameters, inputs),
-            saved=_saved(packed, tensors(given), tensors(result), self._parameters(node)),
+            saved=owners(saved, tensors(given), tensors(result), self._parameters(node)),
             forward_bytes=forward_bytes,
             backward_bytes=made_bytes,
             added_bytes=added_bytes,
             freed_bytes=max(0, made_bytes - added_bytes - in_step),
-            arriving_bytes=arriving_bytes(result, inputs) if in_part else 0,
+            arriving_bytes=arriving[0],
+            most_arriving_bytes=max(arriving),
+            layouts=layouts_of(result, leaves, in_part, writes),
             shapes_of=tuple(
                 place
                 for place, (_, tensor) in enumerate(pairs)
@@ -267,30 +286,3 @@ def _signature(node: fx.Node, capture: Capture, values: Any) -> str:
     module = repr(capture.modules[str(node.target)]) if node.op == "call_module" else node.target
     trained = [requires_grad for _, requires_grad in _given(node)]
     return f"{module} {tree_map(kind, values)} {trained} {capture.ops[node.name].mutates != ()}"
-
-
-def _into(packed: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    def pack(tensor: Tensor) -> Tensor:
-        packed.append(tensor)
-        return tensor
-
-    return pack
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _saved(
-    packed: Sequence[Tensor],
-    given: Sequence[Tensor],
-    result: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-) -> tuple[tuple[int | Literal["result"] | None, int], ...]:
-    """Each storage among `packed` once: whose it is and its bytes; parameters are left out."""
-    places: dict[int, int | Literal["result"]] = {storage_of(t): "result" for t in result}
-    places.update({storage_of(tensor): place for place, tensor in enumerate(given)})
-    storages = {storage_of(t): t.untyped_storage().nbytes() for t in packed}
-    for tensor in parameters:
-        storages.pop(storage_of(tensor), None)
-    return tuple((places.get(address), n_bytes) for address, n_bytes in storages.items())

@@ -20,19 +20,19 @@ _Roots = tuple[list[GradientEdge], list[Tensor]]
 
 def backward_ms(clock: Clock, result: Any, leaves: Sequence[Tensor]) -> float:
     """Milliseconds from the results' gradients to those of `leaves`."""
-    made, wanted = with_gradient(result), _trained(leaves)
+    made, wanted = with_gradient(result), trained(leaves)
     if not made or not wanted:
         return 0.0
-    return clock(partial(_backward, made, wanted), lambda: [torch.ones_like(t) for t in made])
+    return clock(partial(gradients_of, made, wanted), lambda: [torch.ones_like(t) for t in made])
 
 
 def backward_bytes(result: Any, leaves: Sequence[Tensor], device: torch.device) -> int:
     """Bytes that this takes at its fullest, besides the results' gradients and what is saved."""
-    made, wanted = with_gradient(result), _trained(leaves)
+    made, wanted = with_gradient(result), trained(leaves)
     if not made or not wanted:
         return 0
     gradients = [torch.ones_like(tensor) for tensor in made]
-    return most_bytes(lambda: _backward(made, wanted, gradients), device)[1]
+    return most_bytes(lambda: gradients_of(made, wanted, gradients), device)[1]
 
 
 def step_bytes(run: Callable[[], Any], weights: Sequence[Tensor], device: torch.device) -> int:
@@ -43,7 +43,7 @@ def step_bytes(run: Callable[[], Any], weights: Sequence[Tensor], device: torch.
 
     def begin() -> tuple[Any, _Roots]:
         result = run()
-        for weight in _trained(weights):
+        for weight in trained(weights):
             weight.grad = torch.zeros_like(weight)
         made = with_gradient(result)
         edges = [get_gradient_edge(tensor) for tensor in made]
@@ -59,10 +59,10 @@ def step_bytes(run: Callable[[], Any], weights: Sequence[Tensor], device: torch.
 
 def without_gradient(result: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
     """Those of `leaves` that want a gradient and get none."""
-    made, wanted = with_gradient(result), _trained(leaves)
+    made, wanted = with_gradient(result), trained(leaves)
     if not made or not wanted:
         return wanted
-    found = _backward(made, wanted, [torch.ones_like(tensor) for tensor in made])
+    found = gradients_of(made, wanted, [torch.ones_like(tensor) for tensor in made])
     return [leaf for leaf, gradient in zip(wanted, found, strict=True) if gradient is None]
 
 
@@ -71,20 +71,17 @@ def bytes_added_to(result: Any, weights: Sequence[Tensor]) -> int:
     return added_bytes([get_gradient_edge(tensor) for tensor in with_gradient(result)], weights)
 
 
-def arriving_bytes(result: Any, inputs: Sequence[Tensor]) -> int:
+def arriving_bytes(result: Any, inputs: Sequence[Tensor], turned: bool) -> int:
     """Bytes of gradients that wait for the second half of a backward, layer by layer.
 
     An op may have several layers within: an attention module has two. A gradient may come in
-    another layout than the result's, of which a layer makes a copy: the larger count is given.
+    another layout than the result's, as `turned` ones do, of which a layer makes a copy.
     """
     made = with_gradient(result)
-    found = []
-    for gradients in ([torch.ones_like(t) for t in made], [_turned_ones(t) for t in made]):
-        split = SplitBackward([get_gradient_edge(tensor) for tensor in made], gradients)
-        split.input_gradients([get_gradient_edge(tensor) for tensor in _trained(inputs)])
-        sizes = {storage_of(t): t.untyped_storage().nbytes() for t in split.waiting}
-        found.append(sum(sizes.values()))
-    return max(found)
+    split = SplitBackward([get_gradient_edge(t) for t in made], ones(made, turned))
+    split.input_gradients([get_gradient_edge(tensor) for tensor in trained(inputs)])
+    sizes = {storage_of(t): t.untyped_storage().nbytes() for t in split.waiting}
+    return sum(sizes.values())
 
 
 def with_gradient(result: Any) -> list[Tensor]:
@@ -100,14 +97,21 @@ def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _backward(
+def gradients_of(
     made: Sequence[Tensor], wanted: Sequence[Tensor], gradients: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
+    """Those of `wanted`, the graph being kept; None for what gets none."""
     return torch.autograd.grad(made, wanted, gradients, retain_graph=True, allow_unused=True)
 
 
-def _trained(leaves: Sequence[Tensor]) -> list[Tensor]:
+def trained(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Those of `leaves` that want a gradient."""
     return [leaf for leaf in leaves if leaf.requires_grad]
+
+
+def ones(made: Sequence[Tensor], turned: bool) -> list[Tensor]:
+    """Gradients for these results, in their layouts or as those of transposed ones come."""
+    return [_turned_ones(t) if turned else torch.ones_like(t) for t in made]
 
 
 def _turned_ones(like: Tensor) -> Tensor:

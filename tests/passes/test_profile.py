@@ -171,6 +171,21 @@ def test_a_gradient_in_another_layout_waits_beside_its_copy():
     assert found.costs[op].arriving_bytes == 2 * (2 * 16 * 32 * 4)
 
 
+def test_a_gradient_that_comes_in_its_own_layout_waits_alone():
+    class Mixes(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+
+        def forward(self, x):
+            mixed = self.second(torch.nn.functional.gelu(self.first(x.transpose(1, 2))))
+            return x + mixed.transpose(1, 2)
+
+    captured, found = measured(Mixes(), torch.randn(4, 32, 16, requires_grad=True))
+    (op,) = (name for name, op in captured.ops.items() if op.module == "first")
+    assert found.costs[op].arriving_bytes == 2 * 16 * 64 * 4
+
+
 def test_ops_add_up_to_the_whole():
     costs = {name: OpCost(2.0, 3.0) for name in "abc"}
     scaled = _scaled(costs, Whole(forward_ms=60.0, backward_ms=6.0, halves_ms=7.5, loss_ms=0.5))
