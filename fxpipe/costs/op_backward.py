@@ -23,7 +23,7 @@ def backward_ms(clock: Clock, result: Any, leaves: Sequence[Tensor]) -> float:
     made, wanted = with_gradient(result), trained(leaves)
     if not made or not wanted:
         return 0.0
-    return clock(partial(gradients_of, made, wanted), lambda: [torch.ones_like(t) for t in made])
+    return clock(partial(gradients_of, made, wanted), lambda: ones(made))
 
 
 def backward_bytes(result: Any, leaves: Sequence[Tensor], device: torch.device) -> int:
@@ -31,7 +31,7 @@ def backward_bytes(result: Any, leaves: Sequence[Tensor], device: torch.device) 
     made, wanted = with_gradient(result), trained(leaves)
     if not made or not wanted:
         return 0
-    gradients = [torch.ones_like(tensor) for tensor in made]
+    gradients = ones(made)
     return most_bytes(lambda: gradients_of(made, wanted, gradients), device)[1]
 
 
@@ -47,7 +47,7 @@ def step_bytes(run: Callable[[], Any], weights: Sequence[Tensor], device: torch.
             weight.grad = torch.zeros_like(weight)
         made = with_gradient(result)
         edges = [get_gradient_edge(tensor) for tensor in made]
-        return result, (edges, [torch.ones_like(tensor) for tensor in made])
+        return result, (edges, ones(made))
 
     def backward(begun: tuple[Any, _Roots]) -> None:
         edges, gradients = begun[1]
@@ -62,7 +62,7 @@ def without_gradient(result: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
     made, wanted = with_gradient(result), trained(leaves)
     if not made or not wanted:
         return wanted
-    found = gradients_of(made, wanted, [torch.ones_like(tensor) for tensor in made])
+    found = gradients_of(made, wanted, ones(made))
     return [leaf for leaf, gradient in zip(wanted, found, strict=True) if gradient is None]
 
 
@@ -109,7 +109,7 @@ def trained(leaves: Sequence[Tensor]) -> list[Tensor]:
     return [leaf for leaf in leaves if leaf.requires_grad]
 
 
-def ones(made: Sequence[Tensor], turned: bool) -> list[Tensor]:
+def ones(made: Sequence[Tensor], turned: bool = False) -> list[Tensor]:
     """Gradients for these results, in their layouts or as those of transposed ones come."""
     return [_turned_ones(t) if turned else torch.ones_like(t) for t in made]
 
