@@ -18,8 +18,9 @@ def computed(compute: Callable[[], Any], device: torch.device) -> tuple[Any, int
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
+        # An op in place saves its result, by which the graph would hold itself, for good.
+        saved.append(tensor.detach())
+        return saved[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result, n_bytes = most_bytes(compute, device)
