@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import OutOfMemoryError, Tensor, nn
 
 from fxpipe.capture.names import all_tensors
 from fxpipe.difference import Difference, compare
-from fxpipe.errors import InputError
+from fxpipe.errors import InputError, TargetError
 from fxpipe.ops.interpret import untouched
 from fxpipe.precision import set_precision
 from fxpipe.runtime import load
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.microbatch import unmergeable
+from fxpipe.runtime.stream import Devices, place
 from fxpipe.target import Target
 from fxpipe.verify_case import case_of
 from fxpipe.verify_part import verify_part
@@ -48,30 +49,40 @@ class Verification:
 
 
 def verify(
-    package: str | Path, target: Target, *, batch: int | None = None, dtype: str = "float64"
+    package: str | Path,
+    target: Target,
+    *,
+    batch: int | None = None,
+    dtype: str = "float64",
+    devices: Devices | None = None,
 ) -> Verification:
     """Run the package in the folder `package` and the model of `target`, and compare.
 
     Training by `step()` and by `backward()`, then evaluation, with `batch` rows (by default what
-    the package was planned for) in `dtype`, "float64" or "float32". Raises InputError,
-    TargetError, WeightsError and PackageError. A package of a part of the model is spliced into it.
+    the package was planned for) in `dtype`, "float64" or "float32". The package runs on `devices`
+    if given, the model where the last stage does: another device draws and rounds otherwise. Raises
+    InputError, also where the model is too large for that, TargetError, WeightsError, PackageError
+    and DeviceError. A package of a part of the model is spliced into it.
     """
     torch_dtype = getattr(torch, dtype)
-    pipe = load(package)
+    pipe = load(package, devices)
     _refuse_other_dtype(pipe.manifest, dtype)
     set_precision(pipe, torch_dtype)
     rows = pipe.manifest.batch if batch is None else batch
+    device = place(pipe.devices[-1])
     differences: list[Difference] = []
 
     def note(group: str, found: Named, expected: Named) -> None:
         differences.append(compare(group, found, expected, NEGLIGIBLE[dtype]))
 
     if pipe.manifest.part is not None:
-        verify_part(pipe, target, rows, torch_dtype, SEED, note)
+        with _whole_on(device):
+            verify_part(pipe, target, rows, torch_dtype, device, SEED, note)
         m = pipe.manifest.microbatches
         return Verification(dtype, rows, m, TOLERANCE[dtype], tuple(differences))
-    plain = set_precision(target.build(), torch_dtype)
-    case = case_of(target, plain, pipe.manifest, rows, torch_dtype)
+    with _whole_on(device):
+        plain = set_precision(target.build(), torch_dtype).to(device)
+    case = case_of(target, plain, pipe.manifest, rows, torch_dtype, device)
     start = copy.deepcopy(plain.state_dict())
 
     @contextmanager
@@ -83,7 +94,7 @@ def verify(
             torch.manual_seed(SEED)
             yield
 
-    with fresh(plain, training=True):
+    with fresh(plain, training=True), _whole_on(device):
         outputs = case.run_plain(plain)
         gradients, buffers = _gradients(plain), _buffers(plain)
 
@@ -116,6 +127,20 @@ def verify(
     }
     m = pipe.manifest.microbatches
     return Verification(dtype, rows, m, TOLERANCE[dtype], tuple(differences), tuple(sorted(notes)))
+
+
+@contextmanager
+def _whole_on(device: torch.device) -> Iterator[None]:
+    """The block runs the whole model on `device`. Raises InputError if its memory is too small."""
+    try:
+        yield
+    except (OutOfMemoryError, TargetError) as error:
+        if not isinstance(error.__cause__ or error, OutOfMemoryError):
+            raise
+        raise InputError(
+            f"the whole model, with which the package is compared, takes more memory than {device} "
+            "has: verify on lanes of the CPU, with --devices as in cpu*2"
+        ) from error
 
 
 def _refuse_other_dtype(manifest: Manifest, dtype: str) -> None:

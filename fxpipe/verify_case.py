@@ -152,9 +152,14 @@ class Case:
 
 
 def case_of(
-    target: Target, plain: nn.Module, manifest: Manifest, rows: int, dtype: torch.dtype
+    target: Target,
+    plain: nn.Module,
+    manifest: Manifest,
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Case:
-    """The case of `rows` rows of the target's inputs, which `plain` takes, in `dtype`.
+    """The case of `rows` rows of the target's inputs in `dtype`, on `device`, as is `plain`.
 
     Raises InputError if they are too few, or not the inputs that the package was made for, and
     TargetError if the target makes another number of rows.
@@ -169,7 +174,7 @@ def case_of(
     # In the order of the signature, in which the manifest lists the inputs.
     kwargs = {name: made.kwargs[name] for name in manifest.signature if name in made.kwargs}
     structure, tensors = describe(((made.args, {**kwargs, **made.kwargs}), target.targets(rows)))
-    tensors = [in_precision(tensor, dtype) for tensor in tensors]
+    tensors = [in_precision(tensor, dtype).to(device) for tensor in tensors]
     batched = [spec.batched for spec in manifest.inputs]
     if len(batched) > len(tensors):
         raise InputError(

@@ -20,17 +20,24 @@ Note = Callable[[str, dict[str, Any], dict[str, Any]], None]
 
 
 def verify_part(
-    pipe: Pipeline, target: Target, rows: int, dtype: torch.dtype, seed: int, note: Note
+    pipe: Pipeline,
+    target: Target,
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    note: Note,
 ) -> None:
     """Run both on `rows` rows, micro-batch by micro-batch, then whole in evaluation; `note` each.
 
-    Both draw the same random numbers, and take the same branches.
+    What is not in the pipeline is on `device`. Both draw the same random numbers, and take the
+    same branches.
     """
-    plain = set_precision(target.build(), dtype)
-    spliced = splice(set_precision(target.build(), dtype), pipe)
+    plain = set_precision(target.build(), dtype).to(device)
+    spliced = splice(set_precision(target.build(), dtype).to(device), pipe)
     made = target.inputs(rows, plain)
     structure, tensors = describe(((made.args, made.kwargs), target.targets(rows)))
-    batch = rebuild(structure, [in_precision(tensor, dtype) for tensor in tensors])
+    batch = rebuild(structure, [in_precision(tensor, dtype).to(device) for tensor in tensors])
     m = pipe.manifest.microbatches
     runner = Runner(m)
 

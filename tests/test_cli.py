@@ -95,6 +95,26 @@ def test_verify_says_differs_with_exit_code_1(package):
     assert facts["files"]["edited"]
 
 
+def test_verify_runs_where_it_is_told_to(package):
+    target = package.parent / "net.py"
+    result = run("verify", package, target, "--devices", "cpu,cpu")
+    assert result.exit_code == 0, result.output
+    assert "cuda:9" in refused("verify", package, target, "--devices", "cuda:9,cuda:9")
+
+
+def test_verify_of_a_model_that_one_device_can_not_hold_says_what_to_do(package):
+    """As an allocator tells, when the model comes to its device or when it runs there."""
+    none_left = 'raise torch.OutOfMemoryError("CUDA out of memory")'
+    runs = MODEL.replace("        y = ", f"        {none_left}\n        y = ")
+    comes = MODEL.replace(
+        "    def forward", f"    def to(self, device):\n        {none_left}\n\n    def forward"
+    )
+    for text in (runs, comes):
+        message = refused("verify", package, write(text))
+        assert "more memory than cpu has" in message
+        assert "--devices" in message
+
+
 def test_inspect_names_files_that_were_edited_and_compile_keeps_them():
     compiled_into("out")
     stage = Path("out/stage_1.py")

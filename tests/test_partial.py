@@ -185,6 +185,15 @@ def test_the_largest_part_is_pipelined_and_the_rest_runs_as_it_is(kind, tmp_path
     ]
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+@pytest.mark.parametrize("kind", PARTS, ids=lambda kind: kind.__name__)
+def test_on_a_gpu_the_rest_runs_there_too(kind, tmp_path):
+    devices = ["cuda:0", "cuda:0"]
+    result = verify(compiled(kind, tmp_path), target_of(kind), batch=10, devices=devices)
+    assert result.equal, result
+
+
 def test_a_spliced_model_is_the_model(tmp_path):
     model = Stack().double()
     plain = copy.deepcopy(model).eval()

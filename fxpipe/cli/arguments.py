@@ -18,6 +18,9 @@ Out = Annotated[Path, typer.Argument(metavar="OUT", help="A package that `compil
 DevicesText = Annotated[
     str, typer.Option("--devices", help="A count, or a list as in cuda:0,cuda:1 and cpu*4.")
 ]
+RunOn = Annotated[
+    str | None, typer.Option("--devices", help="Where to run. [default: as compiled]")
+]
 Seed = Annotated[int, typer.Option("--seed", help="Of the search's chance.")]
 Workers = Annotated[
     int | None,

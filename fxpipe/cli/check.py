@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fxpipe.cli.answer import DIFFERS, answering
-from fxpipe.cli.arguments import Json, Out, TargetText
+from fxpipe.cli.arguments import Json, Out, RunOn, TargetText
 from fxpipe.errors import PackageError
 
 
@@ -54,6 +54,7 @@ def verify_command(
     target: TargetText,
     batch: Annotated[int | None, typer.Option(min=1, help="Rows. [default: as compiled]")] = None,
     dtype: Annotated[DtypeName, typer.Option()] = DtypeName.FLOAT64,
+    devices: RunOn = None,
     as_json: Json = False,
 ) -> None:
     """Compare outputs, gradients and buffers of a package with those of the plain model."""
@@ -65,7 +66,7 @@ def verify_command(
 
         loaded = targets.load(target)
         with _telling_edits(out):
-            result = verify(out, loaded, batch=batch, dtype=dtype.value)
+            result = verify(out, loaded, batch=batch, dtype=dtype.value, devices=devices)
         found = edits(out)
         answer(verification_json(result, found), verification_table(result, found))
         if not result.equal:

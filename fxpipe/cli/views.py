@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fxpipe.cli.answer import answering, say
-from fxpipe.cli.arguments import Json, Out
+from fxpipe.cli.arguments import Json, Out, RunOn
 from fxpipe.errors import InputError
 
 TraceFile = Annotated[
@@ -53,9 +53,7 @@ def bench_command(
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 10,
-    devices: Annotated[
-        str | None, typer.Option(help="Where to run. [default: as compiled]")
-    ] = None,
+    devices: RunOn = None,
     as_json: Json = False,
 ) -> None:
     """Run training steps of a package, and compare them with what was predicted."""
