@@ -83,8 +83,8 @@ TIMELINE = (
 def stepped(timeline: tuple[str, ...] = TIMELINE) -> Manifest:
     """Three stages on two devices; stage 0's backward is halved, and takes 3 ms by itself."""
     specs = [
-        replace(spec, device=j % 2, forward_ms=1.0, backward_ms=3.0 if j == 0 else 2.0)
-        for j, spec in enumerate(MANIFEST.stages)
+        replace(spec, device=j % 2, checkpoint="always", forward_ms=1.0, backward_ms=backward_ms)
+        for j, (spec, backward_ms) in enumerate(zip(MANIFEST.stages, (3.0, 2.0, 2.0), strict=True))
     ]
     estimate = EstimateSpec(
         11.0, 0.2, (3, 2), timeline, ("0.000 1;2.000 2;2.000 3", "1.000 2"), ("0F0", "1F0")

@@ -21,12 +21,6 @@ from fxpipe.runtime.swapping import swapped
 from fxpipe.runtime.written import Written
 
 
-def recomputes(stage: Stage, microbatch: int, n_microbatches: int) -> bool:
-    """Whether the stage's checkpoint mode recomputes this micro-batch."""
-    mode = stage.spec.checkpoint
-    return mode == "always" or (mode == "except_last" and microbatch < n_microbatches - 1)
-
-
 class Replayed(Protocol):
     """A forward that can be run twice with equal results."""
 

@@ -166,21 +166,25 @@ def _losses(manifest: Manifest, events: list[Event]) -> Iterator[Event]:
 
 
 def _recomputed(manifest: Manifest, events: list[Event]) -> Iterator[Event]:
-    """What backwards take longer than the stage's backward does: its forward, run again first.
+    """What backwards that recompute take longer than the stage's: its forward, run again first.
 
-    On the last stage, behind the loss.
+    On the last stage, behind the loss. A backward may also wait for a host that launches it: no
+    more is recomputed than the forward took.
     """
     last = len(manifest.stages) - 1
-    taken: dict[tuple[int, int], float] = {}
+    forward: dict[tuple[int, int], float] = {}
+    backward: dict[tuple[int, int], float] = {}
     actions = [(Action.parse(event.name), event) for event in events]
     for action, event in actions:
-        if action.kind is not Kind.FORWARD:
-            place = (action.stage, action.microbatch)
-            taken[place] = taken.get(place, 0.0) + event.end_ms - event.start_ms
+        place = (action.stage, action.microbatch)
+        taken = forward if action.kind is Kind.FORWARD else backward
+        taken[place] = taken.get(place, 0.0) + event.end_ms - event.start_ms
     for action, event in actions:
-        if action.kind.sends_back:
-            stage = manifest.stages[action.stage]
-            again_ms = taken[action.stage, action.microbatch] - stage.backward_ms
+        stage = manifest.stages[action.stage]
+        recomputes = stage.segments or stage.recomputes(action.microbatch, manifest.microbatches)
+        if action.kind.sends_back and recomputes:
+            place = (action.stage, action.microbatch)
+            again_ms = min(forward.get(place, 0.0), backward[place] - stage.backward_ms)
             if again_ms > _ROUNDING_MS:
                 name = f"again {action.stage}F{action.microbatch}"
                 start_ms = event.start_ms

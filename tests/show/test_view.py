@@ -29,6 +29,17 @@ def test_a_backward_that_takes_longer_than_the_stages_recomputes():
     assert again == events((0, "again 0F0", "recompute", 7.0, 8.0))
 
 
+@pytest.mark.parametrize(("checkpoint", "again_ms"), [("never", []), ("always", [1.0])])
+def test_a_backward_that_waits_for_its_host_recomputes_no_more_than_the_forward(
+    checkpoint, again_ms
+):
+    planned = stepped()
+    first = replace(planned.stages[0], checkpoint=checkpoint, backward_ms=1.5)
+    seen = view.predicted(replace(planned, stages=(first, *planned.stages[1:])))
+    again = [event for event in seen.inside["0I0"] if event.kind == "recompute"]
+    assert [event.end_ms - event.start_ms for event in again] == again_ms
+
+
 def test_the_loss_comes_before_what_the_last_stage_recomputes():
     planned = stepped()
     stages = (*planned.stages[:2], replace(planned.stages[2], backward_ms=1.5))
