@@ -110,10 +110,14 @@ def _beside_hosts(q: Question, sought: Callable[..., Plan], time_limit_s: float)
 
 
 def _waiting(q: Question, plan: Plan) -> Plan:
-    """The plan, whose step waits for hosts if there are any."""
+    """The plan, whose step, and its bound, wait for hosts if there are any."""
     if q.hosts is None:
         return plan
-    return with_launches(q.chain, plan, q.network, q.room_bytes, q.training_factor, q.hosts)
+    plan = with_launches(q.chain, plan, q.network, q.room_bytes, q.training_factor, q.hosts)
+    if plan.bound_ms is None:
+        return plan
+    least_ms = q.hosts.least_ms(q.chain, q.n_devices, q.n_microbatches)
+    return replace(plan, bound_ms=max(plan.bound_ms, least_ms))
 
 
 def _named(q: Question) -> Iterator[Plan]:

@@ -37,15 +37,29 @@ class Hosts:
 
     def matter(self, chain: Chain, n_devices: int) -> bool:
         """Whether launching takes half as long as what the devices do, shared by all evenly."""
-        one, n_ops = self.launch, _ops(chain, 0, len(chain.blocks))
-        launch_ms = n_ops * (one.forward_ms + one.backward_ms) + one.loss_ms
-        launch_ms += 2 * n_devices * one.action_ms  # of a stage each
+        one = self.launch
+        launch_ms = self._microbatch_ms(chain, n_devices)
         if self.apart:
             launch_ms /= n_devices
         else:
             launch_ms *= one.serial + (1 - one.serial) / n_devices
         taken_ms = sum(block.forward_ms + block.backward_ms for block in chain.blocks)
         return launch_ms > _MATTERS * taken_ms / n_devices
+
+    def least_ms(self, chain: Chain, n_devices: int, n_microbatches: int) -> float:
+        """What launching takes at least in any step: one stage has the fewest actions.
+
+        One of the devices launches no less than the mean, and one process no two serial shares at
+        once.
+        """
+        share = 1 / n_devices if self.apart else max(self.launch.serial, 1 / n_devices)
+        return share * n_microbatches * self._microbatch_ms(chain, 1)
+
+    def _microbatch_ms(self, chain: Chain, n_stages: int) -> float:
+        """What launching a micro-batch takes, with nothing computed again."""
+        one, n_ops = self.launch, _ops(chain, 0, len(chain.blocks))
+        whole_ms = n_ops * (one.forward_ms + one.backward_ms) + one.loss_ms
+        return whole_ms + 2 * n_stages * one.action_ms
 
     def launched(
         self,

@@ -103,10 +103,12 @@ def test_a_table_is_never_faster_than_its_host_nor_than_its_devices(name):
     for ms in (0.1, 0.5, 2.0):
         hosts = Hosts(Launch(ms, ms))
         found = with_launches(chain, plan, FREE, ROOM, 1.0, hosts).estimate
-        assert found.step_ms >= max(found.captured_ms, 12 * 4 * 2 * ms)
-        apart = with_launches(chain, plan, FREE, ROOM, 1.0, replace(hosts, apart=True)).estimate
-        assert apart.step_ms <= found.step_ms
-        assert apart.together_bytes is None
+        assert hosts.least_ms(chain, 2, 4) == pytest.approx(12 * 4 * 2 * ms)
+        assert found.step_ms >= max(found.captured_ms, hosts.least_ms(chain, 2, 4))
+        for eased in (replace(hosts, apart=True), Hosts(Launch(ms, ms, serial=0.25))):
+            less = with_launches(chain, plan, FREE, ROOM, 1.0, eased).estimate
+            assert eased.least_ms(chain, 2, 4) <= less.step_ms <= found.step_ms
+            assert (less.together_bytes is None) == eased.apart
         assert found.together_bytes <= sum(found.peak_bytes)
 
 
@@ -135,6 +137,16 @@ def test_the_search_takes_fewer_stages_where_each_costs_the_host_time():
     )
     named = weighed_against(replace(question, hosts=hosts))
     assert found.estimate.step_ms <= min(one.step_ms for one in named)
+
+
+def test_a_plan_is_compared_with_what_launching_takes_where_that_is_more():
+    question = Question(CHAIN, 2, 4, FREE, (2**40,) * 2, 1.0, hosts=Hosts(Launch(3.0, 3.0)))
+    found = planned(question, "auto", None, time_limit_s=0.5)
+    assert found.bound_ms == 4 * 4 * (3.0 + 3.0)
+    assert found.gap < 0.05
+    light = replace(question, hosts=Hosts(Launch(0.01, 0.01)))
+    alone = planned(replace(question, hosts=None), "auto", None, time_limit_s=0.5)
+    assert planned(light, "auto", None, time_limit_s=0.5).bound_ms == alone.bound_ms
 
 
 def test_hosts_matter_where_launching_takes_half_as_long_as_what_is_launched():
