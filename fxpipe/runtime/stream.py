@@ -137,14 +137,16 @@ def synchronize(device: Device) -> None:
 
 
 def capacities(devices: Sequence[Device]) -> list[int]:
-    """Bytes that each device holds; those on one machine's or GPU's memory share it."""
+    """Bytes that each device can hold; those on one machine's or GPU's memory share it."""
     places = [place(device) for device in devices]
     return [_whole_bytes(where) // places.count(where) for where in places]
 
 
 def _whole_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+        # The rest is its context's and other processes'.
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device))
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fxpipe.errors import DeviceError
 from fxpipe.runtime.device_names import parse_devices
 from fxpipe.runtime.manifest import Manifest
-from fxpipe.runtime.stream import Devices
+from fxpipe.runtime.stream import Devices, capacities
 
 
 def device_of(manifest: Manifest, devices: Devices | None, rank: int) -> torch.device:
@@ -47,6 +47,11 @@ def refuse_backend(config: str, device: torch.device) -> None:
             f"tensors on {', '.join(backends)}; this process's are on {device.type}: give "
             "init_process_group a backend for them, or leave it to load"
         )
+
+
+def room_bytes(device: torch.device, n_processes: int) -> int:
+    """What a process on `device` can hold, of so many on its host: they share the CPU's memory."""
+    return capacities([device] * (n_processes if device.type == "cpu" else 1))[0]
 
 
 def refuse_shared(hardware: Sequence[str | None]) -> None:

@@ -19,6 +19,7 @@ from fxpipe.runtime import microbatch, stream
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.distributed import visits as rank_visits
 from fxpipe.runtime.distributed.around import equalize_around, names_around
+from fxpipe.runtime.distributed.device import room_bytes
 from fxpipe.runtime.distributed.dtensors import share_of
 from fxpipe.runtime.distributed.entry import Entry, Meeting
 from fxpipe.runtime.distributed.exchange import Exchange
@@ -202,8 +203,7 @@ class RankEngine(Pipeline):
     def _check_room(self, rows: int) -> None:
         if rows > self._fits:
             planned = -(-self._manifest.batch // self._manifest.microbatches)
-            places = [stream.place(self._devices[0])] * self._ranks.on_this_host
-            room = stream.capacities(places)[:1]
+            room = [room_bytes(stream.place(self._devices[0]), self._ranks.on_this_host)]
             own = Schedule((self._schedule.rows[self._ranks.rank],))
             factor = self._weights.training_factor(self._manifest.optimizer.factor)
             check_room(own, self._everywhere, room, rows / planned, factor)

@@ -7,7 +7,7 @@ import torch
 
 from fxpipe.errors import DeviceError
 from fxpipe.runtime.distributed import device as rank_device
-from fxpipe.runtime.distributed.device import device_of
+from fxpipe.runtime.distributed.device import device_of, room_bytes
 
 
 @pytest.fixture
@@ -37,3 +37,11 @@ def test_without_nccl_the_error_says_what_to_give(gpus, monkeypatch):
 def test_several_devices_for_one_process_are_refused():
     with pytest.raises(DeviceError, match="one device, 2 were given"):
         device_of(PLAN, "cpu*2", 0)
+
+
+def test_processes_of_a_host_share_its_memory_and_no_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (80, 80))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 0)
+    assert room_bytes(torch.device("cuda", 1), 8) == 80
+    cpu = torch.device("cpu")
+    assert room_bytes(cpu, 8) == room_bytes(cpu, 1) // 8
