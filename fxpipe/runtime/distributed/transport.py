@@ -3,8 +3,10 @@
 NCCL runs what goes through one group in the order in which each rank asks for it, and a receive
 that is posted ahead would hold up a send the other way; gloo's thread turns on a connection's lock
 while what has come there waits for a send. So each direction between two ranks has a group of its
-own, through which the sender's order is the receiver's. A wait on a GPU is the current stream's,
-not the caller's.
+own, through which the sender's order is the receiver's. NCCL sets one up as it is first used, and
+keeps the caller until the other rank comes there too (pytorch#136248): receives that are posted
+ahead would wait for each other in a ring, so a number goes through each as it is made. A wait on a
+GPU is the current stream's, not the caller's.
 """
 
 import time
@@ -45,6 +47,7 @@ class Transport:
                     group = ranks.new_group([replica * ranks.size + rank for rank in route])
                     if group is not None:
                         self._groups[route] = group
+            ranks.together(self._set_up)
 
     def send(self, tensor: Tensor, target: int, tag: int) -> None:
         """Begin to send what is ready on the current stream.
@@ -82,6 +85,22 @@ class Transport:
         """What ranks `gather`, here."""
         found = gather([None if tensor is None else tensor.cpu() for tensor in mine])
         return [[None if t is None else t.to(self.device) for t in tensors] for tensors in found]
+
+    def _set_up(self) -> None:
+        """Use each group once.
+
+        All ranks take theirs in one order, so that none waits in a ring: 0 meets 1 while 2 meets 3.
+        """
+        for route in sorted(self._groups, key=lambda route: (min(route) % 2, route)):
+            group = self._groups[route]
+            number, other = torch.zeros(1, device=self.device), 1 - group.rank()
+            if route[0] == self._ranks.rank:
+                work = dist.isend(number, group=group, group_dst=other)
+            else:
+                work = dist.irecv(number, group=group, group_src=other)
+            assert work is not None
+            work.wait()
+        stream.synchronize(self.device)
 
     def _route(self, tensor: Tensor, route: tuple[int, int], partner: int) -> tuple[Any, int]:
         """The group, and the partner's rank in it."""
