@@ -673,6 +673,23 @@ def threads_left(folder: Path) -> int:
     return len(os.listdir("/proc/self/task")) - before
 
 
+def carries_shares(folder: Path) -> bool:
+    """Whether what ranks sum themselves goes through a group that carries the CPU's tensors too."""
+    _, pipe = pair(folder, toys.SCALED, dp=2, fully_shard=True)
+    asked = []
+    sum_up = torch.distributed.all_reduce
+
+    def all_reduce(
+        tensor: Tensor, op: Any = torch.distributed.ReduceOp.SUM, group: Any = None
+    ) -> None:
+        asked.append(group)
+        sum_up(tensor, op, group)
+
+    with mock.patch.object(torch.distributed, "all_reduce", all_reduce):
+        pipe.step(*toys.SCALED.inputs(4), loss_fn=toys.mean_loss)
+    return set(asked) == {pipe._ranks.replica_group}
+
+
 def on_gpus(folder: Path, name: str, m: int, dp: int, fully_shard: bool = False) -> str:
     """Two steps on GPUs, of which the second knows what the ranks send each other."""
     toy = toys.TOYS[name]

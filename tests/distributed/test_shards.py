@@ -75,6 +75,12 @@ def test_what_is_gathered_twice_in_a_step_gets_one_gradient(two, tmp_path):
     assert found[0]["a.weight"] == other[0]["a.weight"] == 24
 
 
+def test_ranks_need_no_mesh_that_carries_what_is_on_the_cpu(two, tmp_path):
+    """A caller's `init_process_group("nccl")` is for GPUs alone."""
+    toys.write(tmp_path, toys.SCALED, 2, "1f1b", devices=(0, 0))
+    assert two.run(jobs.carries_shares, tmp_path) == [True] * 2
+
+
 def test_a_rank_shows_what_it_gathers_and_reduces(two, tmp_path):
     table = "0F0,0F1,1F0,1F1,2F0,2F1,3F0,3F1,3B0,3B1,2B0,2B1,1B0,1B1,0B0,0B1\n"
     toys.write(tmp_path, toys.SKIPS, 2, devices=(0, 0, 0, 0), table=table)

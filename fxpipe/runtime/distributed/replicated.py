@@ -26,6 +26,7 @@ _APART = 0.05  # of the largest: other data, weights or random numbers, not othe
 
 # What was given to the pipeline, and some of its numbers.
 Sample = tuple[str, Tensor | None]
+Numbers = tuple[str, list[float] | None]
 
 
 class ReplicatedCall(Call):
@@ -83,7 +84,12 @@ def sampled(i: int, piece: Mapping[str, Tensor]) -> list[Sample]:
     return [(f"another {name} in micro-batch {i}", _some(value)) for name, value in piece.items()]
 
 
-def refuse_differing(samples: Sequence[Sequence[Sample]]) -> None:
+def numbers_of(samples: Sequence[Sample]) -> list[Numbers]:
+    """The same for other ranks, which lack this one's device; waits for that."""
+    return [(name, None if some is None else some.tolist()) for name, some in samples]
+
+
+def refuse_differing(samples: Sequence[Sequence[Numbers]]) -> None:
     """Raise InputError, alike on all ranks, unless all ranks gave their pipeline the same."""
     for rank, found in enumerate(samples):
         for (name, own), (_, first) in zip(found, samples[0], strict=True):
@@ -100,13 +106,14 @@ def _some(tensor: Tensor | None) -> Tensor | None:
         return None
     flat = tensor.detach().reshape(-1)
     some = flat[:: max(1, -(-len(flat) // _SAMPLED))]
-    return as_reals(some).to(torch.float64)
+    return as_reals(some).to(torch.float64).reshape(-1)
 
 
-def _differ(own: Tensor | None, other: Tensor | None) -> bool:
+def _differ(own: list[float] | None, other: list[float] | None) -> bool:
     if own is None or other is None:
         return own is not other
-    if own.shape != other.shape:
+    if len(own) != len(other):
         return True
-    largest = torch.stack([own.abs(), other.abs()]).amax() if own.numel() else 0.0
-    return bool(((own - other).abs() > _APART * largest).any())
+    both = torch.tensor([own, other], dtype=torch.float64)
+    largest = both.abs().amax() if own else 0.0
+    return bool(((both[0] - both[1]).abs() > _APART * largest).any())

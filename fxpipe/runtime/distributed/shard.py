@@ -27,10 +27,17 @@ class Shard:
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter], mesh: DeviceMesh
+        self,
+        modules: Sequence[nn.Module],
+        parameters: Sequence[nn.Parameter],
+        mesh: DeviceMesh,
+        group: dist.ProcessGroup,
     ) -> None:
-        """`modules` are those of the stages; the replicas along `mesh` hold equal `parameters`."""
-        self._group = mesh.get_group()
+        """`modules` are those of the stages; the replicas along `mesh` hold equal `parameters`.
+
+        `group` is of the same replicas: the mesh's own may carry nothing that is on the CPU.
+        """
+        self._group = group
         places = {parameter: _places(modules, parameter) for parameter in parameters}
         self._places = [found[0] for found in places.values()]
         self._wholes = [_Whole(p, places[p], mesh) for p in parameters if not p.dim()]

@@ -72,8 +72,10 @@ class Shards:
         for first, found in places.items():
             users = tuple(dict.fromkeys(j for j, _ in found))
             together.setdefault(users, []).append(held(first))
+        group = ranks.replica_group
+        assert group is not None
         self._uses = [
-            _Use(Shard([modules[j] for j in users], bucket, mesh), users)
+            _Use(Shard([modules[j] for j in users], bucket, mesh, group), users)
             for users, parameters in together.items()
             for bucket in buckets(parameters)
         ]

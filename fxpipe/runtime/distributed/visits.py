@@ -21,7 +21,12 @@ from fxpipe.runtime.distributed.meeting import Given, Word, agreed
 from fxpipe.runtime.distributed.overflow import spread_overflow
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.distributed.replicas import Replicas
-from fxpipe.runtime.distributed.replicated import ReplicatedCall, refuse_differing, sampled
+from fxpipe.runtime.distributed.replicated import (
+    ReplicatedCall,
+    numbers_of,
+    refuse_differing,
+    sampled,
+)
 from fxpipe.runtime.engine import Visit
 from fxpipe.runtime.fit import sizes_of
 from fxpipe.runtime.mailbox import StoppedError
@@ -70,7 +75,7 @@ def begin(pipe: "RankEngine", first: Visit, m: int) -> ReplicatedCall:
     with ranks.telling():
         autocast, requires = first.ambient.autocast_text, pipe._entry.trained_and_frozen(pipe)
         word = Word(what, pipe.training, autocast, given, None, None, *requires)
-        found = ranks.gather((word, sampled(0, first.piece)))
+        found = ranks.gather((word, numbers_of(sampled(0, first.piece))))
     agreed([word for word, _ in found], ranks.size)
     refuse_differing([samples for _, samples in found])
     rows = pipe._plan.rows(m, pipe.training, grad, everywhere=True)
@@ -100,7 +105,7 @@ def run(
             pipe._exchange(step, exchange, call, meanwhile)
         if grad and _scales():
             spread_overflow([*pipe.parameters()], ranks)
-        samples = ranks.gather(call.samples)
+        samples = ranks.gather(numbers_of(call.samples))
     refuse_differing(samples)
 
 
