@@ -154,6 +154,9 @@ def _agreed(
         manifest = read_plan(folder)
         _refuse_size(size, len(manifest.devices))
         own = device_of(manifest, device, rank)
+        if own.type == "cuda":
+            # NCCL gathers objects by way of the current GPU, which else is the first on all ranks.
+            torch.cuda.set_device(own)
         hardware = stream.hardware(own)
         refuse_backend(dist.get_backend_config(group), own)
         files = read_files(folder, manifest, [own] * size, rank)
