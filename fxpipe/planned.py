@@ -1,7 +1,7 @@
 """The plan of a question, by the search or by a solver of cuts, and what it is weighed against."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import le
@@ -12,6 +12,7 @@ from fxpipe.passes.partition import partition
 from fxpipe.passes.partition_launches import with_launches
 from fxpipe.passes.partition_libraries import with_libraries_held
 from fxpipe.passes.partition_processes import with_messages_held
+from fxpipe.passes.partition_tidy import MOST_LONGER
 from fxpipe.passes.search.named import candidate, named_plans
 from fxpipe.passes.search.plan import NAME as AUTO
 from fxpipe.passes.search.plan import TIME_LIMIT_S, search
@@ -85,7 +86,8 @@ def _beside_hosts(q: Question, sought: Callable[..., Plan], time_limit_s: float)
     """The same where hosts matter, of which the search knows nothing.
 
     Each further stage costs them time: half of the search goes to plans of few stages, and a named
-    schedule on cuts of equal time is taken if it is shorter.
+    schedule on cuts of equal time is taken if it is shorter. Many take as long as launching does:
+    of steps that are about as short, it is the one that holds least.
     """
     every = q.tried_loops if q.loops is None else (q.loops,)
     few = tuple(number for number in every if number <= _FEW) or every
@@ -99,14 +101,25 @@ def _beside_hosts(q: Question, sought: Callable[..., Plan], time_limit_s: float)
             unfit.append(error)
     if q.loops is None:
         rooms = q.room_bytes
-        fitting = (plan for plan in _named(q) if all(map(le, plan.estimate.peak_bytes, rooms)))
-        named = min(fitting, key=lambda plan: plan.estimate.step_ms, default=None)
-        if named is not None:
+        fitting = [plan for plan in _named(q) if all(map(le, plan.estimate.peak_bytes, rooms))]
+        if fitting:
             bound_ms = found[0].bound_ms if found else None
-            found.append(_waiting(q, replace(named, schedule_name=AUTO, bound_ms=bound_ms)))
+            named = replace(_leanest(q, fitting), schedule_name=AUTO, bound_ms=bound_ms)
+            found.append(_waiting(q, named))
     if not found:
         raise unfit[-1]
-    return min(found, key=lambda plan: plan.estimate.step_ms)
+    return _leanest(q, found)
+
+
+def _leanest(q: Question, plans: Sequence[Plan]) -> Plan:
+    """Of the plans whose steps are hardly longer than the shortest, the one that holds least."""
+    longest_ms = MOST_LONGER * min(plan.estimate.step_ms for plan in plans)
+    rooms = q.room_bytes
+
+    def held(plan: Plan) -> float:
+        return max(peak / room for peak, room in zip(plan.estimate.peak_bytes, rooms, strict=True))
+
+    return min((plan for plan in plans if plan.estimate.step_ms <= longest_ms), key=held)
 
 
 def _waiting(q: Question, plan: Plan) -> Plan:
