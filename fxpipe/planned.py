@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from operator import le
 
 from fxpipe.errors import PlanError
@@ -87,12 +88,13 @@ def _beside_hosts(q: Question, sought: Callable[..., Plan], time_limit_s: float)
 
     Each further stage costs them time: half of the search goes to plans of few stages, and a named
     schedule on cuts of equal time is taken if it is shorter. Many take as long as launching does:
-    of steps that are about as short, it is the one that holds least.
+    of steps that are about as short, and no longer than any named schedule's, it is the one that
+    holds least.
     """
     every = q.tried_loops if q.loops is None else (q.loops,)
     few = tuple(number for number in every if number <= _FEW) or every
     tries = [few, every] if few != every else [every]
-    found, unfit = [], []
+    found, unfit, named_ms = [], [], inf
     for loops in tries:
         try:
             plan = sought(loops=loops, time_limit_s=time_limit_s / len(tries))
@@ -103,17 +105,20 @@ def _beside_hosts(q: Question, sought: Callable[..., Plan], time_limit_s: float)
         rooms = q.room_bytes
         fitting = [plan for plan in _named(q) if all(map(le, plan.estimate.peak_bytes, rooms))]
         if fitting:
+            shortest_ms = min(plan.estimate.step_ms for plan in fitting)
             bound_ms = found[0].bound_ms if found else None
-            named = replace(_leanest(q, fitting), schedule_name=AUTO, bound_ms=bound_ms)
-            found.append(_waiting(q, named))
+            lean = _leanest(q, fitting, shortest_ms)
+            named = _waiting(q, replace(lean, schedule_name=AUTO, bound_ms=bound_ms))
+            named_ms = named.estimate.step_ms
+            found.append(named)
     if not found:
         raise unfit[-1]
-    return _leanest(q, found)
+    longest_ms = MOST_LONGER * min(plan.estimate.step_ms for plan in found)
+    return _leanest(q, found, min(named_ms, longest_ms))
 
 
-def _leanest(q: Question, plans: Sequence[Plan]) -> Plan:
-    """Of the plans whose steps are hardly longer than the shortest, the one that holds least."""
-    longest_ms = MOST_LONGER * min(plan.estimate.step_ms for plan in plans)
+def _leanest(q: Question, plans: Sequence[Plan], longest_ms: float) -> Plan:
+    """Of the plans whose steps take no longer than that, the one that holds least."""
     rooms = q.room_bytes
 
     def held(plan: Plan) -> float:
@@ -129,8 +134,7 @@ def _waiting(q: Question, plan: Plan) -> Plan:
     plan = with_launches(q.chain, plan, q.network, q.room_bytes, q.training_factor, q.hosts)
     if plan.bound_ms is None:
         return plan
-    least_ms = q.hosts.least_ms(q.chain, q.n_devices, q.n_microbatches)
-    return replace(plan, bound_ms=max(plan.bound_ms, least_ms))
+    return replace(plan, bound_ms=max(plan.bound_ms, q.least_launch_ms))
 
 
 def _named(q: Question) -> Iterator[Plan]:

@@ -136,6 +136,4 @@ def _bound_ms(q: Question) -> float:
     free = bytes_free(q.chain, q.room_bytes, q.training_factor)
     edges = edges_of(q.chain)
     bound_ms = lower_bound_ms(q.chain, edges, q.n_devices, q.n_microbatches, q.network, free)
-    if q.hosts is None:
-        return bound_ms
-    return max(bound_ms, q.hosts.least_ms(q.chain, q.n_devices, q.n_microbatches))
+    return max(bound_ms, q.least_launch_ms)

@@ -49,6 +49,13 @@ class Question:
                 )
         return tuple(capacity - held for capacity in self.capacity_bytes)
 
+    @property
+    def least_launch_ms(self) -> float:
+        """What the hosts take at least to launch a step, whatever the plan."""
+        if self.hosts is None:
+            return 0.0
+        return self.hosts.least_ms(self.chain, self.n_devices, self.n_microbatches)
+
     def over(self, links: Network) -> "Question":
         """The same over the links of a topology, in place of measured ones, a process a device."""
         return replace(

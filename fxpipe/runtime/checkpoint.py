@@ -14,11 +14,18 @@ from torch.autograd.function import once_differentiable
 from fxpipe.errors import StageError
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.dependency import fork, join
+from fxpipe.runtime.manifest import StageSpec
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.recomputing import checkpointing, recomputing, versions
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.swapping import swapped
 from fxpipe.runtime.written import Written
+
+
+def recomputes(stage: StageSpec, microbatch: int, n_microbatches: int) -> bool:
+    """Whether the stage's checkpoint mode recomputes this micro-batch."""
+    mode = stage.checkpoint
+    return mode == "always" or (mode == "except_last" and microbatch < n_microbatches - 1)
 
 
 class Replayed(Protocol):

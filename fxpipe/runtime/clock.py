@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.runtime.call import Call
-from fxpipe.runtime.checkpoint import Replay, checkpointed
+from fxpipe.runtime.checkpoint import Replay, checkpointed, recomputes
 from fxpipe.runtime.dependency import Turns
 from fxpipe.schedule import Action, Kind
 
@@ -57,7 +57,7 @@ class Clock:
         action = str(Action(j, Kind.FORWARD, i))
         random = call.random(j, i)
         outputs: Sequence[Tensor]
-        if torch.is_grad_enabled() and stage.spec.recomputes(i, call.m):
+        if torch.is_grad_enabled() and recomputes(stage.spec, i, call.m):
             bound = frozenset(self._bound.get(j, ()))
             replay = Replay(stage, action, random)
             outputs, random = checkpointed(replay, inputs, stage.trainable(bound), bound)

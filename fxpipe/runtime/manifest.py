@@ -130,11 +130,6 @@ class StageSpec:
     received_bytes: int
     segments: tuple[SegmentSpec, ...] = ()
 
-    def recomputes(self, microbatch: int, n_microbatches: int) -> bool:
-        """Whether the checkpoint mode recomputes this micro-batch as a whole."""
-        last = microbatch == n_microbatches - 1
-        return self.checkpoint == "always" or (self.checkpoint == "except_last" and not last)
-
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:

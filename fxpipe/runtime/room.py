@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from fxpipe.errors import ScheduleError
+from fxpipe.runtime.checkpoint import recomputes
 from fxpipe.runtime.stage import Stage
 from fxpipe.schedule import Action, Kind, Schedule
 from fxpipe.schedule_check import grid
@@ -47,7 +48,7 @@ def held_during(
     held = (1 + factor) * sum(stages[j].spec.parameter_bytes for j in own)
     for action in row:
         stage = stages[action.stage]
-        again = stage.spec.recomputes(action.microbatch, schedule.n_microbatches)
+        again = recomputes(stage.spec, action.microbatch, schedule.n_microbatches)
         received, saved = share * stage.spec.received_bytes, share * stage.spec.saved_bytes
         if action.kind is Kind.FORWARD:
             held += received if again else received + saved

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe.runtime.ambient import without_autocast
 from fxpipe.runtime.call import Call
-from fxpipe.runtime.checkpoint import Replay
+from fxpipe.runtime.checkpoint import Replay, recomputes
 from fxpipe.runtime.manifest import InputSpec
 from fxpipe.runtime.portal import CALLER, Wire, add_gradients
 from fxpipe.runtime.receive import Slot, receive
@@ -111,7 +111,7 @@ class Step:
         if not torch.is_grad_enabled():
             outputs, random = stage.forward(self._arguments(j, tensors), random)
             gradients = [False] * len(outputs)
-        elif stage.spec.recomputes(i, call.m):
+        elif recomputes(stage.spec, i, call.m):
             replay = Replay(stage, str(action), random)
             outputs, random = replay.first(self._arguments(j, tensors))
             self._pending[j, i] = _Pending(slots, replay=replay, inputs=tensors)

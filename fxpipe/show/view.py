@@ -9,6 +9,7 @@ from typing import Any
 
 from fxpipe.errors import InputError
 from fxpipe.runtime import trace
+from fxpipe.runtime.checkpoint import recomputes
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.trace import COPY, LOSS, RECOMPUTE, Event
 from fxpipe.schedule import Action, Kind
@@ -180,10 +181,9 @@ def _recomputed(manifest: Manifest, events: list[Event]) -> Iterator[Event]:
         taken = forward if action.kind is Kind.FORWARD else backward
         taken[place] = taken.get(place, 0.0) + event.end_ms - event.start_ms
     for action, event in actions:
-        stage = manifest.stages[action.stage]
-        recomputes = stage.segments or stage.recomputes(action.microbatch, manifest.microbatches)
-        if action.kind.sends_back and recomputes:
-            place = (action.stage, action.microbatch)
+        stage, place = manifest.stages[action.stage], (action.stage, action.microbatch)
+        again = stage.segments or recomputes(stage, action.microbatch, manifest.microbatches)
+        if action.kind.sends_back and again:
             again_ms = min(forward.get(place, 0.0), backward[place] - stage.backward_ms)
             if again_ms > _ROUNDING_MS:
                 name = f"again {action.stage}F{action.microbatch}"

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import toys
 
-from fxpipe.errors import DeviceError
+from fxpipe.errors import DeviceError, PackageError
 from fxpipe.runtime.torch_pipelining import package
 
 
@@ -31,5 +31,5 @@ def test_ranks_meet_on_their_own_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(package, "device_of", lambda *_: torch.device("cuda", 1))
     monkeypatch.setattr(package.stream, "hardware", lambda device: None)
     monkeypatch.setattr(package, "refuse_backend", refuse)
-    with pytest.raises(Exception, match="no backend for cuda:1"):
+    with pytest.raises(PackageError, match="no backend for cuda:1"):
         package.to_torch_pipelining(tmp_path)
