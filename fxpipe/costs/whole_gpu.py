@@ -1,10 +1,10 @@
-"""What the whole graph takes on a GPU, or on its parts at once, and what its host takes.
+"""What the whole graph takes on a GPU, or on its parts at once, and what launching that takes.
 
 Parts have processors of their own, and one memory and one supply of power: what moves bytes is
 slower beside others, and a GPU that takes all the power it may have lowers its clock within a tenth
 of a second. So they are measured while they have no rest, if the host launches faster than they
 compute. Else each part is held up until the host has launched on all of them, so that the host's
-time is no part of that. It is measured by itself: by one thread, and by one for each part at once.
+time is no part of that.
 """
 
 import math
@@ -17,6 +17,7 @@ import torch
 from torch import OutOfMemoryError, Tensor
 
 from fxpipe.costs.criterion import Criterion
+from fxpipe.costs.launching import launching
 from fxpipe.costs.twin import Twin
 from fxpipe.costs.whole import Whole
 from fxpipe.ir import Capture, Launch
@@ -64,8 +65,7 @@ def whole_on_gpus(
             twin.drop_gradients()
         parts = _Parts(devices, twins)
         turns = [parts.turn() for _ in range(1 + _REPEATS)][1:]
-        together_ms = parts.together_ms()
-        launch = parts.launch(len(capture.ops), together_ms)
+        launch, together_ms = parts.launching(len(capture.ops))
         if together_ms < _AHEAD * parts.taken_ms:
             turns = parts.spell(_SPELL_MS)
     except OutOfMemoryError:
@@ -82,8 +82,7 @@ class _Parts:
         self._splits: dict[Twin, SplitBackward] = {}
         self._phases = [Twin.forward, Twin.loss, Twin.backward, Twin.forward, Twin.loss]
         self._halves = [self._first_half, self._second_half]
-        # By phase, what the host takes to launch it at least, for it waits where much is launched
-        # ahead; and what the parts took.
+        # By phase, what the host took to launch it on all parts, and what the parts took.
         self._launch_ms: dict[_Phase, float] = {}
         self._taken_ms: dict[_Phase, float] = {}
 
@@ -118,28 +117,9 @@ class _Parts:
         first = len(self._phases)
         return [_whole(turn[:first], turn[first:]) for turn in turns[n // 2 :]]
 
-    def launch(self, n_ops: int, together_ms: float) -> Launch:
-        """What the host has launched the last turns in, a graph of so many ops.
-
-        Threads that launch at once, as lanes do, take longer by the time that each has for itself.
-        """
-        n = len(self._both)
-        forward_ms, loss_ms, backward_ms = (self._launch_ms[run] / n for run in _TURN)
-        alone_ms = forward_ms + loss_ms + backward_ms
-        serial = (together_ms / alone_ms - 1) / (n - 1) if n > 1 else 1.0
-        serial = max(0.0, min(1.0, serial))
-        return Launch(forward_ms / n_ops, backward_ms / n_ops, loss_ms, serial=serial)
-
-    def together_ms(self) -> float:
-        """What a thread for each part takes at least to launch a turn, all at once."""
-        alone_ms, found = sum(self._launch_ms[run] for run in _TURN), []
-        for _ in range(_REPEATS):
-            self._hold_up(1.5 * alone_ms)
-            started = time.perf_counter()
-            self._by_threads(_TURN)
-            found.append(1e3 * (time.perf_counter() - started))
-        self._synchronize()
-        return min(found)
+    def launching(self, n_ops: int) -> tuple[Launch, float]:
+        """What the host takes for a graph of so many ops, and for a turn of all parts at once."""
+        return launching(self._both, self._lanes, n_ops)
 
     def _by_threads(self, phases: Sequence[_Phase]) -> list[_Marks]:
         """For each part its marks of these phases, which a thread of its own launches."""
