@@ -65,7 +65,10 @@ class PackageError(FxpipeError):
 
 
 class WeightsError(FxpipeError):
-    """A state_dict whose keys or shapes are not the pipeline's. Nothing has been loaded."""
+    """A state_dict whose keys or shapes are not the pipeline's: nothing has been loaded.
+
+    Or something in a pipeline's tree that its stages weren't compiled for: nothing has run.
+    """
 
 
 class StageError(FxpipeError):

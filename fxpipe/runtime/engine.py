@@ -182,6 +182,7 @@ class Engine(Original):
         return Call(self._stages, self._wires[self.training], links, len(self._devices), m)
 
     def _new_links(self, m: int) -> Links:
+        self._follow()
         self._state.begin(m)
         if self._workers is None:
             streams = new_copy_streams(self._devices, self._manifest.microbatches)
@@ -204,7 +205,7 @@ class Engine(Original):
                 lane = call.lane(action.stage)
                 with stream.use_streams([stream.current_stream(self._devices[lane])]):
                     step.run_row(lane, [action])
-        self._state.take_buffers(self)
+        self._state.take_buffers()
 
     def _run_rows(
         self,
@@ -233,7 +234,7 @@ class Engine(Original):
             with stream.joined(self._devices):
                 self._workers.lanes.run(jobs, call.stop, meanwhile)
         finally:
-            self._state.take_buffers(self)
+            self._state.take_buffers()
 
     def _visit(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Visit:
         inputs = self._inputs(args, kwargs)

@@ -37,7 +37,8 @@ class Pipeline(Engine):
         Each output is put together from the micro-batches': concatenated along its batch
         dimension; without one, floats are averaged, weighted by rows, as is right for a mean loss,
         and of others the last micro-batch's is given. In a closure of a `Runner`, what is given is
-        one of the runner's micro-batches, and goes through whole. Raises InputError, StageError.
+        one of the runner's micro-batches, and goes through whole. Raises InputError, StageError, or
+        WeightsError, where what was put into the pipeline can't be computed with.
         """
         closure = running()
         if closure is not None:
@@ -69,14 +70,15 @@ class Pipeline(Engine):
         the last stage's device. Inputs that require grad get theirs. With a `scaler`, gradients are
         scaled by it, as those of `scaler.scale(loss)` are; what is returned is not.
 
-        Returns the batch's loss, without a graph. Raises InputError and StageError; after one, the
-        gradients may hold a part of the step's.
+        Returns the batch's loss, without a graph. Raises what `forward` does; after an InputError
+        or a StageError the gradients may hold a part of the step's.
         """
         if not torch.is_grad_enabled():
             raise InputError("step computes gradients: call it outside of torch.no_grad()")
         inputs = self._inputs(args, kwargs)
         eager = partial(self._step, self._run_table)
         if self._captures and self._trace is None:
+            self._follow()
             self._graphs = self._graphs or Graphs(self._devices, self._stages)
             in_order = partial(self._step, self._run_in_order)
             loss, gradients = self._graphs.step(in_order, eager, inputs, target, loss_fn, scaler)

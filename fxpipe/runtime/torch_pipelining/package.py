@@ -93,10 +93,7 @@ class TorchPipelining(Original):
 
     def schedule(self, loss_fn: LossFn | None = None) -> TableSchedule:
         """The package's schedule.csv in torch's schedule runtime: see `TableSchedule`."""
-
-        def take_buffers() -> None:
-            self._state.take_buffers(self)
-
+        take_buffers = self._state.take_buffers
         return TableSchedule(self.stages, self._ends, self._table, loss_fn, take_buffers)
 
 

@@ -120,6 +120,14 @@ class Original(nn.Module):
         self._bind()
         return self
 
+    def _follow(self) -> None:
+        """Before a call: let the stages compute with what was put into the tree since the last.
+
+        As `functional_call` does, or who assigns a parameter. Raises WeightsError.
+        """
+        if not self._state.stands():
+            self._bind()
+
     def _bind(self) -> None:
         """After tensors were replaced: the stages compute with those that stand in the tree."""
         self._state.bind(self)

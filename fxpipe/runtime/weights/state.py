@@ -2,7 +2,7 @@
 
 A tree of empty modules below the pipeline holds them, so that `named_parameters`, `state_dict`,
 optimizers and dtype changes see the original model. What stands in the tree is the truth: `bind`
-puts the same objects into the stages.
+puts the same objects into the stages, again where others have taken their place.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +16,7 @@ from fxpipe.runtime.manifest import StateSpec
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.swapping import holder_of
 from fxpipe.runtime.ties import Tie
+from fxpipe.runtime.weights.bound import Bound, Place
 
 
 class Shell(nn.Module):
@@ -103,17 +104,26 @@ class State:
                     put(stage.module, name, None)
                 else:
                     put(stage.module, name, tensor.to(stage.device))
+        self._bound = Bound(root, {spec.name: _first_name(spec) for spec in self._specs})
+        self._written = [
+            (name, Place.of(stage.module, name))
+            for stage in self._stages
+            for name in stage.spec.mutated_buffers
+        ]
+
+    def stands(self) -> bool:
+        """Whether the tree is as it was bound. Raises WeightsError if it can't be bound anew."""
+        return self._bound.stands()
 
     def begin(self, m: int) -> None:
         """Tell deferred batch norms of a mini-batch of m micro-batches; one that failed is gone."""
         for norm in self._deferred:
             norm.begin(m)
 
-    def take_buffers(self, root: nn.Module) -> None:
+    def take_buffers(self) -> None:
         """After a call, take over buffers that a stage replaced instead of writing into them."""
-        for stage in self._stages:
-            for name in stage.spec.mutated_buffers:
-                put(root, name, _get(stage.module, name))
+        for name, place in self._written:
+            self._bound.put(name, place.now)
 
     def load_buffers(self, root: nn.Module, values: Mapping[str, Tensor]) -> None:
         """Copy saved values of buffers and constants in."""
