@@ -7,10 +7,12 @@ puts the same objects into the stages, again where others have taken their place
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from fxpipe.errors import InputError
 from fxpipe.runtime.batchnorm import deferred
 from fxpipe.runtime.manifest import StateSpec
 from fxpipe.runtime.stage import Stage
@@ -33,6 +35,18 @@ class Shell(nn.Module):
         for twin in self._twins:
             twin.train(mode)
         return self
+
+    def _refuse_hook(self, *_: Any, **__: Any) -> NoReturn:
+        raise InputError(
+            "the pipeline's modules hold its weights, but no stage's code calls them, nor a hook "
+            "there: put it on the model's module before you compile it, on a parameter, or on the "
+            "pipeline itself"
+        )
+
+    register_forward_hook = _refuse_hook
+    register_forward_pre_hook = _refuse_hook
+    register_full_backward_hook = _refuse_hook
+    register_full_backward_pre_hook = _refuse_hook
 
 
 class State:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 from toys import CHAIN, NORMED, TIED, both, mean_loss, same
 
-from fxpipe.errors import WeightsError
+from fxpipe.errors import InputError, WeightsError
 
 
 def other(tensor):
@@ -68,10 +68,6 @@ def parametrize(pipe):
     parametrizations.weight_norm(pipe.first)
 
 
-def pruned(pipe):
-    prune.l1_unstructured(pipe.first, "weight", 0.5)
-
-
 def other_shape(pipe):
     pipe.first.weight = nn.Parameter(torch.ones(2, 2))
 
@@ -81,7 +77,6 @@ def other_shape(pipe):
     [
         (replace_module, "module 'first' was replaced"),
         (parametrize, "'first.weight' is gone, as if it was parametrized or pruned"),
-        (pruned, "'first.weight' is gone, as if it was parametrized or pruned"),
         (other_shape, r"'first.weight' was replaced by one of shape \[2, 2\], where it had"),
     ],
 )
@@ -91,6 +86,19 @@ def test_what_stages_cant_follow_is_refused_with_the_way_out(tmp_path, change, t
     with pytest.raises(WeightsError, match=told) as error:
         pipe(*CHAIN.inputs())
     assert "do that to the model, and compile it again" in str(error.value)
+
+
+@pytest.mark.parametrize("way", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_hook_that_no_code_would_call_is_refused(tmp_path, way):
+    _, pipe = both(tmp_path, CHAIN)
+    with pytest.raises(InputError, match="on a parameter, or on the pipeline itself"):
+        getattr(pipe.first, f"register_{way}_hook")(lambda *_: None)
+    seen = []
+    pipe.register_forward_hook(lambda *_: seen.append("pipe"))
+    pipe.first.weight.register_hook(lambda _: seen.append("weight"))
+    pipe(*CHAIN.inputs()).sum().backward()
+    assert seen[0] == "pipe"
+    assert set(seen[1:]) == {"weight"}
 
 
 def test_a_tied_parameter_is_assigned_at_each_of_its_places_or_refused(tmp_path):
