@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.nn import functional as F
 from toys import (
     CHAIN,
     MODES,
@@ -53,6 +54,29 @@ def test_gradients_of_several_steps_add_up(tmp_path):
         pipe.step(x, loss_fn=mean_loss)
         mean_loss(model(x)).backward()
     assert_same_state(pipe, model)
+
+
+def test_a_mean_over_tokens_that_are_no_padding_is_the_batchs(tmp_path):
+    """As README has it: the third micro-batch has none, whose own mean would be no number."""
+    model, pipe = both(tmp_path, TIED, m=4, schedule="1f1b")
+    (ids,) = TIED.inputs()
+    labels = ids.roll(-1, 1)
+    for row in range(len(labels)):
+        labels[row, row // 2 :] = -100
+    labels[6:8] = -100
+    tokens_per_row = (labels != -100).sum() / len(labels)
+
+    def loss_fn(logits, target):
+        labels, tokens_per_row = target
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return total / (tokens_per_row * len(labels))
+
+    expected = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+    expected.backward()
+    found = pipe.step(ids, target=(labels, tokens_per_row), loss_fn=loss_fn)
+    assert torch.allclose(found, expected, rtol=1e-6)
+    for ours, plain in zip(pipe.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(ours.grad, plain.grad, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("toy", [CHAIN, TIED])
