@@ -1,6 +1,7 @@
 """Compares a package with the plain model: from equal weights, seed and data, equal numbers?"""
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.microbatch import unmergeable
 from fxpipe.runtime.stream import Devices, place
 from fxpipe.target import Target
-from fxpipe.verify_case import case_of
+from fxpipe.verify_case import Case, case_of
 from fxpipe.verify_part import verify_part
 
 SEED = 0
@@ -29,6 +30,7 @@ Named = Mapping[str, Tensor | None]
 # the sums that a gradient is made of, of some hundred units in the last place.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 NEGLIGIBLE = {"float64": 1e-3, "float32": 1.0}
+_SAME_LOSS = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ def verify(
 
     modes = (True, False) if pipe.manifest.has_eval else (True,)
     apart = {training: unmergeable(pipe.manifest, training) for training in modes}
+    notes = {f"{reason}: compared by micro-batch" for reason in apart.values() if reason}
     if apart[True] is None:
         with fresh(pipe, training=True):
             found = case.run_pipe(pipe)
@@ -116,17 +119,31 @@ def verify(
         with torch.no_grad():
             with fresh(plain, training=False):
                 outputs = case.run_plain(plain)
+            with fresh(plain, training=False):
+                notes |= _no_mean(case, plain)
             with fresh(pipe, training=False):
                 if apart[False] is None:
                     found = case.run_pipe(pipe)
                     note("eval(): outputs", found, case.merged(outputs, training=False))
                 else:
                     note("eval(): outputs", case.each(case.run_runner(pipe)), case.each(outputs))
-    notes = {
-        f"{reason}: compared by micro-batch" for reason in apart.values() if reason is not None
-    }
     m = pipe.manifest.microbatches
     return Verification(dtype, rows, m, TOLERANCE[dtype], tuple(differences), tuple(sorted(notes)))
+
+
+def _no_mean(case: Case, plain: nn.Module) -> set[str]:
+    """A note if micro-batches' losses don't come to the batch's: `step` trains by another one."""
+    try:
+        means = case.means(plain)
+    except OutOfMemoryError:  # micro-batches have less in memory
+        return set()
+    if means is None or math.isclose(*means, rel_tol=_SAME_LOSS, abs_tol=_SAME_LOSS):
+        return set()
+    return {
+        f"the loss of the batch is {means[0]:.6g}, the mean of its micro-batches' by rows, which "
+        f"step() trains by, {means[1]:.6g}: the loss is no mean over rows (README, Train), or rows "
+        "of the batch depend on each other"
+    }
 
 
 @contextmanager

@@ -116,6 +116,24 @@ class Case:
         """The loss of one output."""
         return loss_of(self.target, output, wanted)
 
+    def means(self, model: nn.Module) -> tuple[float, float] | None:
+        """The plain model's loss of the batch, and its micro-batches' as `step` adds them up.
+
+        They are alike if the target's loss is a mean over rows. None if it has none.
+        """
+        if self.target.loss is None:
+            return None
+        losses = []
+        what = f"forward of {type(model).__name__}, or the loss,"
+        with self.target.running(what), no_checkpoints():
+            for part in (self.whole, *self.parts):
+                args, kwargs = part.arguments()
+                losses.append(float(self.loss(model(*args, **kwargs), part.wanted)))
+        of_batch, *of_parts = losses
+        return of_batch, sum(
+            loss * self._share(part) for loss, part in zip(of_parts, self.parts, strict=True)
+        )
+
     def _loss_of_whole(self, output: Any) -> Tensor:
         """The micro-batches' losses, weighted; of the whole where outputs can't be divided."""
         structure, tensors = describe(output)

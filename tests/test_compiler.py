@@ -11,6 +11,7 @@ import torch
 from flat import compile_flat, flat_profile
 from makers import MAKERS, captured, structured, target_of
 from torch import nn
+from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.capture import capture
@@ -107,6 +108,36 @@ def test_what_compares_all_rows_is_of_each_micro_batch_and_said_to_be(tmp_path):
     assert said.startswith("output['scores'] float32[batch, batch] compares all rows")
     with pytest.raises(InputError, match=r"output\['scores'\].*fxpipe\.Runner"):
         fxpipe.load(out)(**inputs(8))
+
+
+def padded(rows):
+    """Labels of which the first rows count as a whole, and the others at one place each."""
+    labels = torch.randint(0, 11, (rows, 5))
+    labels[rows // 2 :, 1:] = -100
+    return labels
+
+
+def by_tokens(logits, labels):
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
+def by_rows(logits, labels):
+    total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return total / len(labels)
+
+
+@pytest.mark.parametrize(("loss", "n_notes"), [(by_tokens, 1), (by_rows, 0)])
+def test_verify_says_that_a_loss_is_no_mean_over_rows(tmp_path, loss, n_notes):
+    """Its micro-batches' don't come to the batch's, which is none of the package's doing."""
+    target = dataclasses.replace(target_of(models.Tied), loss=loss, make_targets=padded)
+    package = compile_flat(
+        models.Tied(), kwargs=MAKERS[models.Tied](8), devices=["cpu"] * 2, microbatches=4
+    )
+    result = verify(package.write(tmp_path / "out"), target, batch=10)
+    assert result.equal, result
+    assert len(result.notes) == n_notes
+    for note in result.notes:
+        assert "the loss is no mean over rows (README, Train)" in note
 
 
 class Odd(models.Chain):
