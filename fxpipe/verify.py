@@ -119,8 +119,9 @@ def verify(
         with torch.no_grad():
             with fresh(plain, training=False):
                 outputs = case.run_plain(plain)
-            with fresh(plain, training=False):
-                notes |= _no_mean(case, plain)
+            if not notes:
+                with fresh(plain, training=False):
+                    notes |= _no_means(case, plain)
             with fresh(pipe, training=False):
                 if apart[False] is None:
                     found = case.run_pipe(pipe)
@@ -131,18 +132,18 @@ def verify(
     return Verification(dtype, rows, m, TOLERANCE[dtype], tuple(differences), tuple(sorted(notes)))
 
 
-def _no_mean(case: Case, plain: nn.Module) -> set[str]:
-    """A note if micro-batches' losses don't come to the batch's: `step` trains by another one."""
+def _no_means(case: Case, plain: nn.Module) -> set[str]:
+    """A note where micro-batches' losses don't come to the batch's: `step` trains by another."""
     try:
         means = case.means(plain)
     except OutOfMemoryError:  # micro-batches have less in memory
         return set()
-    if means is None or math.isclose(*means, rel_tol=_SAME_LOSS, abs_tol=_SAME_LOSS):
-        return set()
     return {
-        f"the loss of the batch is {means[0]:.6g}, the mean of its micro-batches' by rows, which "
-        f"step() trains by, {means[1]:.6g}: the loss is no mean over rows (README, Train), or rows "
-        "of the batch depend on each other"
+        f"{what} of the batch is {whole:.6g}, the mean of its micro-batches' by rows, which step() "
+        f"trains by, {mean:.6g}: it is no mean over rows (README, Train), or rows of the batch "
+        "depend on each other"
+        for what, (whole, mean) in means.items()
+        if not math.isclose(whole, mean, rel_tol=_SAME_LOSS, abs_tol=_SAME_LOSS)
     }
 
 

@@ -116,23 +116,37 @@ class Case:
         """The loss of one output."""
         return loss_of(self.target, output, wanted)
 
-    def means(self, model: nn.Module) -> tuple[float, float] | None:
+    def means(self, model: nn.Module) -> dict[str, tuple[float, float]]:
         """The plain model's loss of the batch, and its micro-batches' as `step` adds them up.
 
-        They are alike if the target's loss is a mean over rows. None if it has none.
+        They are alike if it is a mean over rows. Without the target's loss there may be numbers
+        that the model itself makes of all rows.
         """
-        if self.target.loss is None:
-            return None
-        losses = []
+        found: list[dict[str, float]] = []
         what = f"forward of {type(model).__name__}, or the loss,"
         with self.target.running(what), no_checkpoints():
             for part in (self.whole, *self.parts):
                 args, kwargs = part.arguments()
-                losses.append(float(self.loss(model(*args, **kwargs), part.wanted)))
-        of_batch, *of_parts = losses
-        return of_batch, sum(
-            loss * self._share(part) for loss, part in zip(of_parts, self.parts, strict=True)
-        )
+                found.append(self._numbers(model(*args, **kwargs), part.wanted))
+        of_batch, *of_parts = found
+        shares = [self._share(part) for part in self.parts]
+        return {
+            name: (
+                number,
+                sum(s * of_part[name] for s, of_part in zip(shares, of_parts, strict=True)),
+            )
+            for name, number in of_batch.items()
+        }
+
+    def _numbers(self, output: Any, wanted: Any) -> dict[str, float]:
+        if self.target.loss is not None:
+            return {"the loss": float(self.loss(output, wanted))}
+        made = zip(self._batch_dims(training=False), describe(output)[1], strict=True)
+        return {
+            f"output {k}": float(tensor)
+            for k, (dim, tensor) in enumerate(made)
+            if dim is None and tensor.dim() == 0 and tensor.is_floating_point()
+        }
 
     def _loss_of_whole(self, output: Any) -> Tensor:
         """The micro-batches' losses, weighted; of the whole where outputs can't be divided."""

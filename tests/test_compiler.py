@@ -137,7 +137,24 @@ def test_verify_says_that_a_loss_is_no_mean_over_rows(tmp_path, loss, n_notes):
     assert result.equal, result
     assert len(result.notes) == n_notes
     for note in result.notes:
-        assert "the loss is no mean over rows (README, Train)" in note
+        assert note.startswith("the loss of the batch is ")
+        assert "it is no mean over rows (README, Train)" in note
+
+
+def test_verify_says_that_of_a_loss_that_the_model_makes(tmp_path):
+    class Loss(models.Tied):
+        def forward(self, tokens, labels):
+            return by_tokens(super().forward(tokens), labels)
+
+    def inputs(rows):
+        return {"tokens": torch.randint(0, 11, (rows, 5)), "labels": padded(rows)}
+
+    target = dataclasses.replace(target_of(models.Tied), factory=Loss, make_inputs=inputs)
+    package = compile_flat(Loss(), kwargs=inputs(8), devices="cpu*2", microbatches=4)
+    result = verify(package.write(tmp_path / "out"), target, batch=10)
+    assert result.equal, result
+    (note,) = result.notes
+    assert note.startswith("output 0 of the batch is ")
 
 
 class Odd(models.Chain):
