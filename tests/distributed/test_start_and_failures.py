@@ -31,6 +31,17 @@ def test_another_number_of_processes_than_devices_is_refused(two, tmp_path):
     assert "--nproc-per-node 3" in error
 
 
+def test_a_batch_norm_over_all_processes_is_refused(two, tmp_path):
+    """It would wait for the other stages, which have none of it."""
+    toys.write(tmp_path, toys.NORMED, devices=(0, 1))
+    for file in tmp_path.glob("stage_*.py"):
+        file.write_text(file.read_text().replace("nn.BatchNorm1d", "nn.SyncBatchNorm"))
+    (error, other) = two.run(jobs.refused, tmp_path)
+    assert error == other
+    assert "'bn' in stage_0.py is a SyncBatchNorm" in error
+    assert "compile the model without convert_sync_batchnorm" in error
+
+
 def test_packages_that_differ_are_refused_with_both_values(two, tmp_path):
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder, m in zip(folders, (2, 4), strict=True):

@@ -1,12 +1,14 @@
 """A process's part of a package on disk; all ranks refuse what one can't load or has otherwise."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, InputError
 from fxpipe.runtime import stream
 from fxpipe.runtime.distributed.agreement import refuse_size
 from fxpipe.runtime.distributed.around import refuse_part
@@ -14,6 +16,7 @@ from fxpipe.runtime.distributed.device import device_of, refuse_backend, refuse_
 from fxpipe.runtime.distributed.pipeline import DistributedPipeline
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.files import code_digests, read_files, read_plan
+from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.stream import Devices
 
 
@@ -51,6 +54,8 @@ def load_rank(
         if deferred_batch_norm:
             for stage in own:
                 stage.defer_batch_norm(manifest.microbatches)
+        if len(manifest.devices) > 1:
+            _refuse_synchronized(own)
     except FxpipeError as error:
         problem = str(error)
     ranks.agree(facts, problem)
@@ -71,3 +76,16 @@ def load_rank(
     if sharded:
         pipe.shard()
     return pipe
+
+
+def _refuse_synchronized(stages: Sequence[Stage]) -> None:
+    """Raise InputError where batch norms would wait for processes that never come to them."""
+    for stage in stages:
+        for name, module in stage.module.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise InputError(
+                    f"{name!r} in {stage.spec.file} is a SyncBatchNorm, which takes the mean over "
+                    "all processes, those of other stages too: compile the model without "
+                    "convert_sync_batchnorm, which normalizes each micro-batch of a replica by "
+                    "itself"
+                )
