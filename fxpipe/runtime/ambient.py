@@ -1,10 +1,18 @@
-"""The settings of torch that belong to a thread, taken to another one: grad mode and autocast."""
+"""The settings of torch that belong to a thread, taken to another one.
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+They are grad mode, autocast, and what is done with tensors that autograd saves.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,7 @@ class Ambient:
     inference: bool
     autocast: tuple[Autocast, ...]
     autocast_cache: bool
+    hooks: _Hooks | None = field(default=None, compare=False)  # they change no number
 
     @property
     def autocast_text(self) -> str:
@@ -43,6 +52,7 @@ class Ambient:
                 for kind in kinds
             ),
             torch.is_autocast_cache_enabled(),
+            _saved_tensors_hooks(),
         )
 
     @contextmanager
@@ -52,8 +62,14 @@ class Ambient:
             torch.inference_mode(self.inference),
             torch.set_grad_enabled(self.grad),
             self.autocasting(self.autocast_cache),
+            self._saving(),
         ):
             yield
+
+    def _saving(self) -> AbstractContextManager[None]:
+        if self.hooks in (None, _saved_tensors_hooks()):
+            return nullcontext()
+        return saved_tensors_hooks(*self.hooks)
 
     @contextmanager
     def autocasting(self, cache: bool) -> Iterator[None]:
@@ -65,6 +81,12 @@ class Ambient:
                         torch.autocast(each.device_type, each.dtype, each.enabled, cache)
                     )
             yield
+
+
+def _saved_tensors_hooks() -> _Hooks | None:
+    """The innermost ones of this thread, as `save_on_cpu` sets; private in torch 2.11 and 2.13."""
+    found: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
 
 
 @contextmanager

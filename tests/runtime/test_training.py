@@ -1,9 +1,12 @@
 """What a training loop does around a step: accumulate, clip, scale, change the batch size."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from toys import (
     CHAIN,
@@ -189,4 +192,27 @@ def test_autocast_reaches_all_stages(tmp_path):
         expected = mean_loss(model(x))
     expected.backward()
     assert same(loss, expected.detach())
+    assert_same_state(pipe, model)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_hooks_on_saved_tensors_reach_all_stages(tmp_path, schedule):
+    """As `torch.autograd.graph.save_on_cpu` has them: what torch keeps of them is a thread's."""
+    model, pipe = both(tmp_path, CHAIN, m=2, schedule=schedule)
+    (x,) = CHAIN.inputs()
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor.shape)
+        return tensor.clone()
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        expected = mean_loss(model(x[:5])) / 2 + mean_loss(model(x[5:])) / 2
+        expected.backward()
+        of_model = Counter(kept)
+        kept.clear()
+        assert same(pipe.step(x, loss_fn=mean_loss), expected.detach())
+        assert Counter(kept) == of_model
+        kept.clear()
+        assert same(pipe(x), model(x))
     assert_same_state(pipe, model)
