@@ -29,6 +29,7 @@ from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import Device, Stream
 from fxpipe.runtime.structure import Structure
 from fxpipe.runtime.trace import Trace
+from fxpipe.runtime.transforms import refuse_transforms
 from fxpipe.runtime.weights.original import Original
 from fxpipe.schedule import Action, Schedule, clock_order
 
@@ -182,6 +183,7 @@ class Engine(Original):
         return Call(self._stages, self._wires[self.training], links, len(self._devices), m)
 
     def _new_links(self, m: int) -> Links:
+        refuse_transforms()
         self._follow()
         self._state.begin(m)
         if self._workers is None:
