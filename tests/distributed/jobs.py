@@ -130,6 +130,24 @@ def replicated(
     return "equal"
 
 
+def in_data_parallel(folder: Path) -> str:
+    """A pipeline of one process in torch's DistributedDataParallel, as Pipe's users have it."""
+    toy, rank = toys.NORMED, torch.distributed.get_rank()
+    torch.manual_seed(2)
+    model, pipe = toy.model().double(), load(folder)
+    pipe.load_state_dict(model.state_dict())
+    plain = [copy.deepcopy(model) for _ in range(2)]
+    spread = nn.parallel.DistributedDataParallel(pipe)
+    pieces = toy.inputs(16)[0].split(8)
+    for _ in range(2):
+        toys.mean_loss(spread(pieces[rank])).backward()
+        for each, piece in zip(plain, pieces, strict=True):
+            toys.plain_step(toy, each, (piece,), 4, share=0.5)
+    for ours, *theirs in zip(pipe.parameters(), *(p.parameters() for p in plain), strict=True):
+        assert toys.same(ours.grad, theirs[0].grad + theirs[1].grad)
+    return "equal"
+
+
 def replicas_start_equal(folder: Path) -> list[Tensor]:
     """What a rank's parameters are after loading, where each process draws others."""
     torch.manual_seed(torch.distributed.get_rank())

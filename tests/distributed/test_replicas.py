@@ -43,6 +43,12 @@ def test_replicas_of_one_rank(two, tmp_path):
     assert two.run(jobs.replicated, tmp_path, "tied", 3, [(7, 3), (1, 4)]) == ["equal"] * 2
 
 
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_pipelines_of_one_process_in_data_parallel(two, tmp_path, checkpoint):
+    toys.write(tmp_path, toys.NORMED, 4, checkpoint=checkpoint)
+    assert two.run(jobs.in_data_parallel, tmp_path) == ["equal"] * 2
+
+
 def test_replicas_train_alike_and_their_checkpoint_is_for_one_process(four, tmp_path):
     toys.write(tmp_path, toys.TIED, 3, devices=(0, 1, 0))
     path = tmp_path / "last"
