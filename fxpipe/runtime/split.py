@@ -119,8 +119,11 @@ class SplitBackward:
             fork.arrived.passing = True
             if came := fork.edges():
                 edges, gradients = zip(*came, strict=True)
-                reached = [*fork.weights, *written_anyway(fork.node)]
+                written = written_anyway(fork.node)
+                reached = [*fork.weights, *written]
                 torch.autograd.backward(edges, gradients, retain_graph=True, inputs=reached)
+                for tensor in written:
+                    tensor.grad = None
             fork.arrived.passing = False
         if self._roots:
             edges, gradients = zip(*self._roots, strict=True)

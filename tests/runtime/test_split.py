@@ -78,6 +78,7 @@ class ChannelsLast(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         image = torch.stack([x, x.tanh()], 2).unsqueeze(3).to(memory_format=torch.channels_last)
+        self.image = image
         return self.norm(image)[:, :, 0, 0]
 
 
@@ -117,6 +118,13 @@ def test_two_halves_are_the_whole(model, n_inputs):
     for a, b in zip(whole, halves, strict=True):
         assert (a is None) == (b is None)
         assert a is None or torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_that_is_written_though_nobody_asked_is_not_kept():
+    model = ChannelsLast().double()
+    backward(model, 1, half=True)
+    assert model.image.retains_grad
+    assert model.image.grad is None
 
 
 def test_without_inputs_all_is_left_for_the_second_half():
