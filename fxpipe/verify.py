@@ -30,7 +30,7 @@ Named = Mapping[str, Tensor | None]
 # the sums that a gradient is made of, of some hundred units in the last place.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 NEGLIGIBLE = {"float64": 1e-3, "float32": 1.0}
-_SAME_LOSS = 1e-4
+_SAME_LOSS = 1e-4  # as shares of a loss go, not as rounding does
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,10 @@ def _no_means(case: Case, plain: nn.Module) -> set[str]:
     """A note where micro-batches' losses don't come to the batch's: `step` trains by another."""
     try:
         means = case.means(plain)
-    except OutOfMemoryError:  # micro-batches have less in memory
-        return set()
+    except (OutOfMemoryError, TargetError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        return set()  # micro-batches hold less
     return {
         f"{what} of the batch is {whole:.6g}, the mean of its micro-batches' by rows, which step() "
         f"trains by, {mean:.6g}: it is no mean over rows (README, Train), or rows of the batch "
@@ -153,12 +155,16 @@ def _whole_on(device: torch.device) -> Iterator[None]:
     try:
         yield
     except (OutOfMemoryError, TargetError) as error:
-        if not isinstance(error.__cause__ or error, OutOfMemoryError):
+        if not _is_out_of_memory(error):
             raise
         raise InputError(
             f"the whole model, with which the package is compared, takes more memory than {device} "
             "has: verify on lanes of the CPU, with --devices as in cpu*2"
         ) from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error.__cause__ or error, OutOfMemoryError)
 
 
 def _refuse_other_dtype(manifest: Manifest, dtype: str) -> None:

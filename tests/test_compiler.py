@@ -126,7 +126,14 @@ def by_rows(logits, labels):
     return total / len(labels)
 
 
-@pytest.mark.parametrize(("loss", "n_notes"), [(by_tokens, 1), (by_rows, 0)])
+def of_few_rows(logits, labels):
+    """Too large for the batch as a whole."""
+    if len(labels) == 10:
+        raise torch.OutOfMemoryError
+    return by_tokens(logits, labels)
+
+
+@pytest.mark.parametrize(("loss", "n_notes"), [(by_tokens, 1), (by_rows, 0), (of_few_rows, 0)])
 def test_verify_says_that_a_loss_is_no_mean_over_rows(tmp_path, loss, n_notes):
     """Its micro-batches' don't come to the batch's, which is none of the package's doing."""
     target = dataclasses.replace(target_of(models.Tied), loss=loss, make_targets=padded)
