@@ -29,6 +29,16 @@ class Shell(nn.Module):
         # In a tuple, so that they do not count as children.
         self._twins: tuple[nn.Module, ...] = ()
 
+    def __getitem__(self, key: int | str) -> nn.Module:
+        """The child of that name, as the original's list or dict of modules gives it."""
+        child = self._modules.get(str(key))
+        if child is None:
+            raise (IndexError if isinstance(key, int) else KeyError)(key)
+        return child
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return self.children()
+
     def train(self, mode: bool = True) -> "Shell":
         """Switch the stages' modules too."""
         super().train(mode)

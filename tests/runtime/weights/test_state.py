@@ -8,6 +8,7 @@ from toys import CHAIN, EARLY, NORMED, TIED, TOYS, both, mean_loss, microbatched
 
 from fxpipe.errors import DeviceError, WeightsError
 from fxpipe.runtime import load
+from fxpipe.runtime.weights.state import shell
 
 
 @pytest.mark.parametrize("name", TOYS)
@@ -26,6 +27,19 @@ def test_children_named_as_methods_or_attributes_do_not_collide(tmp_path):
     _, pipe = both(tmp_path, CHAIN)
     assert pipe.get_submodule("body").get_parameter("stages.weight").shape == (7, 7)
     assert callable(pipe.step)
+
+
+def test_children_are_reached_as_those_of_the_originals_lists_and_dicts(tmp_path):
+    model, pipe = both(tmp_path, CHAIN)
+    assert same(pipe.body["step"].weight, model.body["step"].weight)
+    assert [*pipe.body] == [*pipe.body.children()]
+    with pytest.raises(KeyError, match="other"):
+        pipe.body["other"]
+    root = torch.nn.Module()
+    block = shell(root, "blocks.0")
+    assert root.blocks[0] is block
+    with pytest.raises(IndexError, match="1"):
+        root.blocks[1]
 
 
 def test_optimizers_see_a_tied_parameter_once(tmp_path):
