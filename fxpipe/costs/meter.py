@@ -24,6 +24,7 @@ from fxpipe.costs.op_backward import (
     with_gradient,
     without_gradient,
 )
+from fxpipe.costs.reached import reached
 from fxpipe.costs.saved import Owner, computed, owners
 from fxpipe.costs.stopwatch import Clock
 from fxpipe.ir import Capture, OpCost, own_storage
@@ -98,18 +99,22 @@ class Meter:
         """Each op's, by its name; all of them have run."""
         layouts = {node: measured.layouts for node, measured in self._measured.items()}
         own = in_own_layout(layouts, lambda node: [used for used, _ in _given(node)])
+        back = reached(self._capture)
         return {
-            node.name: self._cost(node, measured, node in own)
+            node.name: self._cost(node, measured, node in own, node in back)
             for node, measured in self._measured.items()
         }
 
     def _moved(self, value: Any) -> Any:
         return self._device if isinstance(value, torch.device) else value
 
-    def _cost(self, node: fx.Node, measured: _Measured, own_layout: bool) -> OpCost:
+    def _cost(
+        self, node: fx.Node, measured: _Measured, own_layout: bool, goes_back: bool
+    ) -> OpCost:
         """The costs, storages under the names of this op's values.
 
-        With `own_layout` the results' gradients come in theirs.
+        With `own_layout` the results' gradients come in theirs. Unless it `goes_back` none come;
+        what is saved counts all the same, as a stage may keep it until then.
         """
         given = _given(node)
         saved: dict[str, int] = {}
@@ -123,10 +128,10 @@ class Meter:
         kept = {name: n_bytes for name, n_bytes in saved.items() if name not in own}
         return OpCost(
             measured.forward_ms,
-            measured.backward_ms,
+            measured.backward_ms if goes_back else 0.0,
             tuple(kept.items()),
             measured.forward_bytes,
-            measured.weight_gradient_ms,
+            measured.weight_gradient_ms if goes_back else 0.0,
             measured.backward_bytes,
             measured.arriving_bytes if own_layout else measured.most_arriving_bytes,
             added_bytes=measured.added_bytes,

@@ -19,12 +19,13 @@ def of_weights(graph: fx.Graph) -> set[fx.Node]:
         weights = {used for used in read if used.op == "get_attr" or used in found}
         if weights and read <= weights | picking:
             found.add(node)
-        elif not _has_gradient(node):
-            computed = {used for used in read - weights if used in picking or _has_gradient(used)}
+        elif not has_gradient(node):
+            computed = {used for used in read - weights if used in picking or has_gradient(used)}
             if computed and read == weights | computed:
                 picking.add(node)
     return found
 
 
-def _has_gradient(node: fx.Node) -> bool:
+def has_gradient(node: fx.Node) -> bool:
+    """Whether what the node makes needs one."""
     return any(tensor.requires_grad for tensor in tensors(node.meta.get("val")))

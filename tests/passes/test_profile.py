@@ -48,6 +48,41 @@ def test_every_op_has_a_cost_in_both_directions():
     assert found.costs[conv].backward_ms > 0
 
 
+@pytest.mark.parametrize("cut", [torch.Tensor.detach, torch.Tensor.byte, lambda x: x.argmax(1)])
+def test_what_no_gradient_comes_back_to_takes_no_time_backward(cut):
+    class Cut(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before, self.after = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+            self.table = torch.nn.Embedding(256, 6)
+
+        def forward(self, x):
+            codes = cut(self.before(x))
+            x = codes if codes.is_floating_point() else self.table(codes.long())
+            return self.after(x)
+
+    captured, found = measured(Cut(), torch.rand(8, 6))
+    cost_of = {op.module: found.costs[name] for name, op in captured.ops.items()}
+    assert (cost_of["before"].backward_ms, cost_of["before"].weight_gradient_ms) == (0, 0)
+    assert cost_of["after"].backward_ms > 0
+
+
+def test_what_is_written_in_place_has_a_backward():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before, self.scale = torch.nn.Linear(6, 6), torch.nn.Linear(6, 3)
+
+        def forward(self, x):
+            y = self.before(x)
+            y[:, :3].mul_(self.scale(x))
+            return y.tanh()
+
+    captured, found = measured(Scaled(), torch.rand(8, 6))
+    cost_of = {op.module: found.costs[name] for name, op in captured.ops.items()}
+    assert min(cost_of[name].backward_ms for name in ("before", "scale")) > 0
+
+
 def test_equal_ops_are_measured_once():
     captured, found = measured(models.Chain(), torch.randn(8, 6))
     first, *others = (found.costs[name] for name in captured.ops)
