@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +121,7 @@ def verify(
                 outputs = case.run_plain(plain)
             if not notes:
                 with fresh(plain, training=False):
-                    notes |= _no_means(case, plain)
+                    notes |= _no_means(case, plain, outputs)
             with fresh(pipe, training=False):
                 if apart[False] is None:
                     found = case.run_pipe(pipe)
@@ -132,10 +132,10 @@ def verify(
     return Verification(dtype, rows, m, TOLERANCE[dtype], tuple(differences), tuple(sorted(notes)))
 
 
-def _no_means(case: Case, plain: nn.Module) -> set[str]:
+def _no_means(case: Case, plain: nn.Module, outputs: Sequence[Sequence[Tensor]]) -> set[str]:
     """A note where micro-batches' losses don't come to the batch's: `step` trains by another."""
     try:
-        means = case.means(plain)
+        means = case.means(plain, outputs)
     except (OutOfMemoryError, TargetError) as error:
         if not _is_out_of_memory(error):
             raise

@@ -116,34 +116,37 @@ class Case:
         """The loss of one output."""
         return loss_of(self.target, output, wanted)
 
-    def means(self, model: nn.Module) -> dict[str, tuple[float, float]]:
+    def means(
+        self, model: nn.Module, by_part: Sequence[Sequence[Tensor]]
+    ) -> dict[str, tuple[float, float]]:
         """The plain model's loss of the batch, and its micro-batches' as `step` adds them up.
 
-        They are alike if it is a mean over rows. Without the target's loss there may be numbers
-        that the model itself makes of all rows.
+        `by_part` are the outputs that `run_plain` gave. They are alike if the loss is a mean over
+        rows. Without the target's loss there may be numbers that the model itself makes of all
+        rows.
         """
-        found: list[dict[str, float]] = []
+        args, kwargs = self.whole.arguments()
         what = f"forward of {type(model).__name__}, or the loss,"
         with self.target.running(what), no_checkpoints():
-            for part in (self.whole, *self.parts):
-                args, kwargs = part.arguments()
-                found.append(self._numbers(model(*args, **kwargs), part.wanted))
-        of_batch, *of_parts = found
+            output = model(*args, **kwargs)
+            structure, _ = describe(output)
+            of_batch = self._numbers(output, self.whole.wanted)
+            of_parts = [
+                self._numbers(rebuild(structure, tensors), part.wanted)
+                for tensors, part in zip(by_part, self.parts, strict=True)
+            ]
         shares = [self._share(part) for part in self.parts]
         return {
-            name: (
-                number,
-                sum(s * of_part[name] for s, of_part in zip(shares, of_parts, strict=True)),
-            )
+            name: (float(number), float(_mean([of_part[name] for of_part in of_parts], shares)))
             for name, number in of_batch.items()
         }
 
-    def _numbers(self, output: Any, wanted: Any) -> dict[str, float]:
+    def _numbers(self, output: Any, wanted: Any) -> dict[str, Tensor]:
         if self.target.loss is not None:
-            return {"the loss": float(self.loss(output, wanted))}
+            return {"the loss": self.loss(output, wanted)}
         made = zip(self._batch_dims(training=False), describe(output)[1], strict=True)
         return {
-            f"output {k}": float(tensor)
+            f"output {k}": tensor
             for k, (dim, tensor) in enumerate(made)
             if dim is None and tensor.dim() == 0 and tensor.is_floating_point()
         }

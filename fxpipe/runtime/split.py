@@ -122,7 +122,7 @@ class SplitBackward:
                 written = written_anyway(fork.node)
                 reached = [*fork.weights, *written]
                 torch.autograd.backward(edges, gradients, retain_graph=True, inputs=reached)
-                for tensor in written:
+                for tensor in written:  # would keep it until the graph is let go
                     tensor.grad = None
             fork.arrived.passing = False
         if self._roots:

@@ -1,6 +1,6 @@
 """What stood in a pipeline's tree when it was bound, to notice what has taken its place since."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -57,22 +57,25 @@ class Bound:
             if held.get(name) is not child:
                 raise _beyond(f"module {path!r} was replaced")
         changed = [name for name, place in self._places.items() if place.now is not place.bound]
-        for name in changed:
-            self._check(name)
+        if changed:
+            self._check(changed)
         return not changed
 
-    def _check(self, name: str) -> None:
-        now, bound = self._places[name].now, self._places[name].bound
-        if now is None or bound is None:
-            raise _beyond(f"{name!r} is gone, as if it was parametrized or pruned")
-        if now.shape != bound.shape:
-            shapes = f"{list(now.shape)}, where it had {list(bound.shape)}"
-            raise _beyond(f"{name!r} was replaced by one of shape {shapes}")
-        first = self._first_names[name]
-        if self._places[first].now is not now:
-            raise _beyond(f"{name!r} and {first!r} were one and no longer are")
-        for other, place in self._places.items():
-            if place.now is now and self._first_names[other] != first:
+    def _check(self, changed: Iterable[str]) -> None:
+        first_names: dict[int, set[str]] = {}
+        for name, place in self._places.items():
+            first_names.setdefault(id(place.now), set()).add(self._first_names[name])
+        for name in changed:
+            place, first = self._places[name], self._first_names[name]
+            now, bound = place.now, place.bound
+            if now is None or bound is None:
+                raise _beyond(f"{name!r} is gone, as if it was parametrized or pruned")
+            if now.shape != bound.shape:
+                shapes = f"{list(now.shape)}, where it had {list(bound.shape)}"
+                raise _beyond(f"{name!r} was replaced by one of shape {shapes}")
+            if self._places[first].now is not now:
+                raise _beyond(f"{name!r} and {first!r} were one and no longer are")
+            for other in first_names[id(now)] - {first}:
                 raise _beyond(f"{name!r} and {other!r} are one now")
 
 

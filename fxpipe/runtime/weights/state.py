@@ -16,7 +16,6 @@ from fxpipe.errors import InputError
 from fxpipe.runtime.batchnorm import deferred
 from fxpipe.runtime.manifest import StateSpec
 from fxpipe.runtime.stage import Stage
-from fxpipe.runtime.swapping import holder_of
 from fxpipe.runtime.ties import Tie
 from fxpipe.runtime.weights.bound import Bound, Place
 
@@ -225,13 +224,10 @@ def _tensor(root: nn.Module, name: str) -> Tensor:
 
 
 def _get(module: nn.Module, name: str) -> Tensor | None:
-    holder, leaf = holder_of(module, name), name.rpartition(".")[2]
-    tensors: Mapping[str, Tensor | None] = holder._parameters | holder._buffers
-    return tensors[leaf]
+    return Place.of(module, name).now
 
 
 def put(module: nn.Module, name: str, tensor: Tensor | None) -> None:
     """Put `tensor` in the place of the module's parameter or buffer `name`."""
-    holder, leaf = holder_of(module, name), name.rpartition(".")[2]
-    tensors = holder._parameters if leaf in holder._parameters else holder._buffers
-    tensors[leaf] = tensor  # type: ignore[assignment]
+    place = Place.of(module, name)
+    place.held[place.leaf] = tensor
