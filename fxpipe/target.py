@@ -104,9 +104,12 @@ class Target:
             return None
         return self._call(self.make_targets, _TARGETS_SEED, batch)
 
-    def running(self, what: str) -> AbstractContextManager[None]:
-        """Make the folder importable; turn an exception of the user's own code into TargetError."""
-        return running(what, self.folder)
+    def running(self, what: str, alone: bool = False) -> AbstractContextManager[None]:
+        """Make the folder importable; turn an exception of the user's own code into TargetError.
+
+        Any exception where that code runs `alone`, and nothing of fxpipe in the block.
+        """
+        return running(what, self.folder, alone)
 
     def _made_inputs(self, batch: int) -> Inputs:
         made = self._call(self.make_inputs, _INPUTS_SEED, batch)

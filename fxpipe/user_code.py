@@ -17,8 +17,11 @@ _FXPIPE = Path(__file__).resolve().parent
 
 
 @contextmanager
-def running(what: str, folder: str) -> Iterator[None]:
-    """Make `folder` importable; turn an exception of the code in it into TargetError."""
+def running(what: str, folder: str, alone: bool = False) -> Iterator[None]:
+    """Make `folder` importable; turn an exception of the code in it into TargetError.
+
+    Any exception, as of a library that it calls, where the user's code runs `alone`.
+    """
     with _importable(folder):
         try:
             yield
@@ -26,9 +29,9 @@ def running(what: str, folder: str) -> Iterator[None]:
             raise
         except (Exception, SystemExit) as error:
             where = _own_line(error, folder)
-            if where is None:
+            if where is None and not alone:
                 raise
-            raise TargetError(f"{what} raised {_told(error)}\n  {where}") from error
+            raise TargetError(f"{what} raised {_told(error)}{_below(where)}") from error
 
 
 def import_file(file: str, folder: str) -> ModuleType:
@@ -115,6 +118,8 @@ def _own_line(error: BaseException, folder: str) -> str | None:
 
 def _not_importable(name: str, error: BaseException, folder: str) -> TargetError:
     where = _own_line(error, folder)
-    return TargetError(
-        f"{name} can't be imported: {_told(error)}" + (f"\n  {where}" if where else "")
-    )
+    return TargetError(f"{name} can't be imported: {_told(error)}{_below(where)}")
+
+
+def _below(where: str | None) -> str:
+    return f"\n  {where}" if where else ""

@@ -5,14 +5,15 @@ micro-batch's loss is weighted by its share of the rows, so that gradients are t
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import InputError
+from fxpipe.errors import InputError, TargetError
 from fxpipe.loss import loss_of
 from fxpipe.no_checkpoints import no_checkpoints
 from fxpipe.precision import in_precision
@@ -45,6 +46,7 @@ class Case:
 
     target: Target
     manifest: Manifest
+    dtype: torch.dtype
     whole: _MicroBatch
     parts: tuple[_MicroBatch, ...]
 
@@ -52,8 +54,7 @@ class Case:
         """Each micro-batch's outputs; unless gradients are off, the model's are accumulated."""
         by_part = []
         seeds = microbatch_seeds(len(self.parts))
-        what = f"forward of {type(model).__name__}, or the loss,"
-        with self.target.running(what), no_checkpoints():
+        with running_plain(self.target, model, self.dtype):
             for part, seed in zip(self.parts, seeds, strict=True):
                 torch.manual_seed(seed)
                 args, kwargs = part.arguments()
@@ -126,8 +127,7 @@ class Case:
         rows.
         """
         args, kwargs = self.whole.arguments()
-        what = f"forward of {type(model).__name__}, or the loss,"
-        with self.target.running(what), no_checkpoints():
+        with running_plain(self.target, model, self.dtype):
             output = model(*args, **kwargs)
             structure, _ = describe(output)
             of_batch = self._numbers(output, self.whole.wanted)
@@ -227,7 +227,21 @@ def case_of(
         return _MicroBatch(args, kwargs, wanted, n_rows)
 
     parts = tuple(map(microbatch, zip(*divided, strict=True), sizes))
-    return Case(target, manifest, microbatch(tensors, rows), parts)
+    return Case(target, manifest, dtype, microbatch(tensors, rows), parts)
+
+
+@contextmanager
+def running_plain(target: Target, model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """The block runs the plain model alone: what it raises is told as TargetError."""
+    what = f"forward of {type(model).__name__} in {str(dtype).removeprefix('torch.')}, or the loss,"
+    try:
+        with target.running(what, alone=True), no_checkpoints():
+            yield
+    except TargetError as error:
+        if dtype != torch.float64:
+            raise
+        hint = "Where it runs in float32 alone: verify with --dtype float32"
+        raise TargetError(f"{error}\n{hint}") from error.__cause__
 
 
 def _mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:

@@ -15,6 +15,7 @@ from fxpipe.runtime.random import microbatch_seeds
 from fxpipe.runtime.runner import cut
 from fxpipe.runtime.structure import describe, rebuild
 from fxpipe.target import Target
+from fxpipe.verify_case import running_plain
 
 Note = Callable[[str, dict[str, Any], dict[str, Any]], None]
 
@@ -50,15 +51,16 @@ def verify_part(
 
     for model in (plain, spliced):
         model.train()
-    what = f"forward of {type(plain).__name__}, or the loss,"
-    with target.running(what), no_checkpoints():
-        torch.manual_seed(seed)
-        found = runner.step(lambda piece: train(spliced, piece, runner.share), batch)
-        torch.manual_seed(seed)
-        expected = []
+    torch.manual_seed(seed)
+    expected = []
+    with running_plain(target, plain, dtype):
         for (piece, share), own in zip(cut(batch, m), microbatch_seeds(m), strict=True):
             torch.manual_seed(own)
             expected.append(train(plain, piece, share))
+    torch.manual_seed(seed)
+    what = f"forward of {type(plain).__name__}, or the loss,"
+    with target.running(what), no_checkpoints():
+        found = runner.step(lambda piece: train(spliced, piece, runner.share), batch)
     note("backward(): outputs", _named(found), _named(expected))
     gradients = [{name: p.grad for name, p in each.named_parameters()} for each in (spliced, plain)]
     note("backward(): gradients", *gradients)

@@ -115,6 +115,13 @@ def test_verify_of_a_model_that_one_device_can_not_hold_says_what_to_do(package)
         assert "--devices" in message
 
 
+def test_verify_of_a_model_that_float64_does_not_suit_says_what_does(package):
+    single = MODEL.replace("        y = ", "        x = x.float()\n        y = ")
+    message = refused("verify", package, write(single))
+    assert "forward of Net in float64, or the loss, raised RuntimeError" in message
+    assert "verify with --dtype float32" in message
+
+
 def test_inspect_names_files_that_were_edited_and_compile_keeps_them():
     compiled_into("out")
     stage = Path("out/stage_1.py")

@@ -192,7 +192,22 @@ class Old(Base):
         return self.spectral(self.weighted(x))
 
 
+class Noted(Base):
+    """What is no tensor is told in the state_dict, and taken out of it again."""
+
+    def state_dict(self, *args, **kwargs):
+        return {**super().state_dict(*args, **kwargs), "_note": {"width": 6}}
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        assert state_dict["_note"] == {"width": 6}
+        weights = {key: value for key, value in state_dict.items() if key != "_note"}
+        return super().load_state_dict(weights, *args, **kwargs)
+
+    def step(self, x):
+        return self.layer(x)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("kind", [Parts, Old], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Noted, Parts, Old], ids=lambda kind: kind.__name__)
 def test_what_only_looks_alike_is_taken(kind, tmp_path):
     verified(kind, lambda rows: {"x": torch.randn(rows, 6)}, tmp_path)

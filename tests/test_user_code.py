@@ -62,6 +62,12 @@ def test_what_no_line_of_the_users_has_part_in_is_raised_as_it_is(write):
         raise ValueError("ours")
 
 
+def test_where_the_users_code_runs_alone_a_librarys_exception_is_its_own(write):
+    told = pytest.raises(TargetError, match=r"run\(\) raised ValueError: a library's$")
+    with told, running("run()", str(Path.cwd()), alone=True):
+        raise ValueError("a library's")
+
+
 def test_the_frames_of_torch_are_no_part_of_a_message(write):
     told = message(write("import torch\ndef run():\n    torch.randn(10**20)"))
     assert "toy_model.py, line 3: torch.randn(10**20)" in told

@@ -51,8 +51,9 @@ def refuse_writes(ops: Mapping[str, Op], state: Mapping[str, Tensor]) -> None:
 
 
 def refuse_new_buffers(before: Iterable[str], model: nn.Module) -> None:
-    """Raise CaptureError if the state_dict has names that it had not `before`."""
-    for name in [name for name in model.state_dict() if name not in set(before)]:
+    """Raise CaptureError if the state_dict has tensors by names that it had not `before`."""
+    tensors = [name for name, value in model.state_dict().items() if isinstance(value, Tensor)]
+    for name in [name for name in tensors if name not in set(before)]:
         raise CaptureError(
             f"forward registers {name!r}, which the model's state_dict lacks before the first "
             "call: register it in the constructor, with the shape that it will have"

@@ -66,15 +66,19 @@ class Original(nn.Module):
 
         Over processes each takes its part of the whole model's, or of its own alone.
 
-        What its modules' `get_extra_state` gave is kept, and given back by `state_dict`. Raises
-        WeightsError that names all missing, unexpected and wrongly shaped keys.
+        What else the model puts into a whole one, by `get_extra_state` say, is kept, and given
+        back by `state_dict`. Raises WeightsError that names all missing, unexpected and wrongly
+        shaped keys.
         """
         tensors = self._tensors()
         wanted = self._wanted(tensors, whole=not self._elsewhere.isdisjoint(state_dict))
+        # One that lacks tensors may be something else, as a checkpoint with an epoch in it.
+        is_whole = wanted.keys() <= state_dict.keys()
         extra = {
             key: value
             for key, value in state_dict.items()
-            if key not in wanted and key.rpartition(".")[2] == "_extra_state"
+            if key not in wanted
+            and (key.endswith("_extra_state") or (is_whole and not isinstance(value, Tensor)))
         }
         given = {key: value for key, value in state_dict.items() if key not in extra}
         weights.check(wanted, given, lambda name: given[name].shape, strict, "the state_dict")

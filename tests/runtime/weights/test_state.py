@@ -157,6 +157,15 @@ def test_what_modules_add_to_their_state_is_kept_and_given_back(tmp_path):
     assert same(pipe(*CHAIN.inputs()), model(*CHAIN.inputs()))
 
 
+def test_what_the_model_notes_beside_its_tensors_is_kept_with_a_whole_state(tmp_path):
+    model, pipe = both(tmp_path, CHAIN)
+    noted = {**model.state_dict(), "_note": {"width": 6}}
+    pipe.load_state_dict(noted)
+    assert pipe.state_dict()["_note"] == {"width": 6}
+    with pytest.raises(WeightsError, match=r"8 missing[^$]*2 unexpected: model, epoch"):
+        pipe.load_state_dict({"model": model.state_dict(), "epoch": 3})
+
+
 def test_assigned_weights_are_shared_with_the_stages(tmp_path):
     model, pipe = both(tmp_path, TIED)
     weights = {name: tensor * 2 for name, tensor in model.state_dict().items()}
