@@ -17,7 +17,13 @@ def draws_by_the_default_generator(self, x):
     return self.linear(x) + torch.randn((x.size(0), 2), generator=None)
 
 
-@pytest.mark.parametrize("forward", [asks_for_gradients, draws_by_the_default_generator])
+def asks_torchscripts_way(self, x):
+    return self.linear(x) if torch.jit.isinstance(x, torch.Tensor) else x
+
+
+@pytest.mark.parametrize(
+    "forward", [asks_for_gradients, draws_by_the_default_generator, asks_torchscripts_way]
+)
 def test_it_is_captured(forward):
     class Model(nn.Module):
         def __init__(self):

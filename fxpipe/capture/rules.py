@@ -21,7 +21,7 @@ def more_rules() -> Iterator[None]:
     And a tensor is unpacked by one op, as torch does it: Dynamo's own indices, one for each item,
     take more ops in backward, each of which makes a whole gradient. Whether a mask is causal is not
     read from its values, as `nn.Transformer` does to choose a faster kernel: the mask says enough.
-    What a forward is given is noted.
+    `torch.jit.isinstance` is Python's own. What a forward is given is noted.
     """
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.tensor import TensorVariable
@@ -65,6 +65,7 @@ def more_rules() -> Iterator[None]:
         _calls_counted(),
         _handlers_apart(),
         _segments_opened(),
+        patch("torch.jit.isinstance", _is_instance),
         patch("torch.nn.modules.transformer._detect_is_causal_mask", told_causal),
         patch.object(TensorVariable, "unpack_var_sequence", unpacking),
         patch.object(setter, name_of_rule, setting),
@@ -90,6 +91,10 @@ def _one_by_one(
     for function in functions:
         input = function(input)
     return input
+
+
+def _is_instance(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind)
 
 
 def _setattr_rule() -> tuple[Any, str]:
