@@ -130,6 +130,9 @@ def _manifest(
     maker = {value: j for j, stage in enumerate(wiring.stages) for value in stage.outputs}
     held = _held_buffers(capture, made)
     state = [name for name in capture.state if name in capture.saved or name in held]
+    first_names: dict[str, str] = {}  # of those that are there, by the model's own first ones
+    for name in state:
+        first_names.setdefault(capture.first_name(name), name)
     return Manifest(
         format=FORMAT,
         fxpipe=fxpipe.__version__,
@@ -154,7 +157,7 @@ def _manifest(
             for value, mode in zip(capture.outputs, _output_modes(capture), strict=True)
         ),
         stages=tuple(_stage(capture, plan, j, stage, one, names) for j, (stage, one) in stages),
-        state=tuple(_state(capture, name) for name in state),
+        state=tuple(_state(capture, name, first_names[capture.first_name(name)]) for name in state),
         estimate=EstimateSpec(
             plan.estimate.step_ms,
             plan.estimate.bubble,
@@ -232,14 +235,14 @@ def _output_modes(capture: Capture) -> Iterator[Mode]:
         yield "both" if k in train and k in evaluation else "train" if k in train else "eval"
 
 
-def _state(capture: Capture, name: str) -> StateSpec:
+def _state(capture: Capture, name: str, first: str) -> StateSpec:
     tensor = capture.state[name]
     kind: Literal["parameter", "buffer", "constant"] = "constant"
     if isinstance(tensor, nn.Parameter):
         kind = "parameter"
     elif name in capture.saved:
         kind = "buffer"
-    alias_of = capture.aliases.get(name)
+    alias_of = first if first != name else None
     return StateSpec(name, kind, tensor_spec(tensor), alias_of, _keeps_dtype(capture, name))
 
 

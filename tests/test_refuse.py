@@ -192,6 +192,22 @@ class Old(Base):
         return self.spectral(self.weighted(x))
 
 
+class Scales(nn.Module):
+    def forward(self, x):
+        return x * self.table
+
+
+class Passed(Base):
+    """A plain tensor that two modules have, of which the first does not read it."""
+
+    def prepare(self):
+        self.unread, self.scales = nn.Identity(), Scales()
+        self.unread.table = self.scales.table = torch.arange(6)
+
+    def step(self, x):
+        return self.scales(self.layer(x))
+
+
 class Noted(Base):
     """What is no tensor is told in the state_dict, and taken out of it again."""
 
@@ -208,6 +224,6 @@ class Noted(Base):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("kind", [Noted, Parts, Old], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Passed, Noted, Parts, Old], ids=lambda kind: kind.__name__)
 def test_what_only_looks_alike_is_taken(kind, tmp_path):
     verified(kind, lambda rows: {"x": torch.randn(rows, 6)}, tmp_path)
