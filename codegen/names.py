@@ -76,14 +76,19 @@ def last_uses(
         for used in node.all_input_nodes:
             last_use[used.name] = max(place, last_use.get(used.name, 0))
     for node in ops:  # what is unpacked at once needs as many names
-        source = node.args[0] if node.target is operator.getitem else None
-        if isinstance(source, fx.Node) and _is_tuple(source):
+        if (source := tuple_of(node)) is not None:
             last_use[node.name] = max(last_use[source.name], last_use.get(node.name, 0))
     for place, node in enumerate(ops):
         for value in throughout.get(node.name, ()):
             made = last_use[node.name] if _is_tuple(node) else place
             last_use[value] = max(made + 1, last_use[value])
     return last_use
+
+
+def tuple_of(node: fx.Node) -> fx.Node | None:
+    """What makes the tuple that `node` is an item of."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return source if isinstance(source, fx.Node) and _is_tuple(source) else None
 
 
 def _is_tuple(node: fx.Node) -> bool:

@@ -10,12 +10,12 @@ the name anew, or a backward keeps the value anyway. Two cases are others:
   module's lines bind them anew.
 """
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from fxpipe.codegen.names import tuple_of
 from fxpipe.codegen.scope import Scope
 from fxpipe.ir import Capture, Profile
 from fxpipe.ops.interpret import MODE
@@ -51,15 +51,15 @@ def outlived(scope: Scope, names: Mapping[str, str]) -> dict[fx.Node, list[fx.No
     bound: dict[str, list[int]] = defaultdict(list)
     for node, k in place.items():
         if node.name in names:
-            bound[names[node.name]].append(k)
+            whole = tuple_of(node)  # whose line has the names of all its items
+            bound[names[node.name]].append(k if whole is None else place.get(whole, k))
     found: dict[fx.Node, list[fx.Node]] = {}
     for value in scope.nodes:
         storage = value.meta.get(GIVEN_UP)
         if storage is None or storage in others or value.name not in names:
             continue
         last = scope.nodes[over[storage]]
-        places = bound[names[value.name]]
-        anew = next(iter(places[bisect_right(places, place[value]) :]), None)
+        anew = min((k for k in bound[names[value.name]] if k > place[value]), default=None)
         holds = anew is None or (anew > over[storage] and calls[anew] not in _around(value))
         if holds and last is not scope.nodes[-1] and value.meta.get(MODE) == last.meta.get(MODE):
             found.setdefault(last, []).append(value)

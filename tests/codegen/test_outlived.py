@@ -128,6 +128,20 @@ class Returning(nn.Module):
         return self.inner(x)
 
 
+class Both(nn.Module):
+    """A module behind another; `between` is what the second is given of what the first returns."""
+
+    def __init__(self, first, between, second):
+        super().__init__()
+        self.scale = nn.Linear(6, 6)
+        self.first, self.between, self.second = Returning(first), between, Returning(second)
+
+    def forward(self, x):
+        x = self.scale(x).exp()
+        x = self.second(self.between(self.first(x)))
+        return x.cos() * 2
+
+
 def sum_of_two(x):
     """No backward keeps `half`, which is read no more once `both` is there."""
     half = x * 0.5
@@ -145,18 +159,7 @@ def test_a_variable_of_a_forward_that_returned_is_deleted(tmp_path):
 
 
 def test_a_variable_is_deleted_that_the_lines_of_another_module_bind_anew(tmp_path):
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Linear(6, 6)
-            self.first, self.second = Returning(sum_of_two), Returning(anew)
-
-        def forward(self, x):
-            x = self.scale(x).exp()
-            x = self.second(self.first(x).sin())
-            return x.cos() * 2
-
-    assert deleted(Both(), tmp_path) == ["half", "half"]
+    assert deleted(Both(sum_of_two, torch.sin, anew), tmp_path) == ["half", "half"]
 
 
 def grown(x):
@@ -189,6 +192,16 @@ def half_turned(x):
 def flipped_back(x):
     x = x.flip(1)
     return x.t().sin() + 1
+
+
+def sorted_anew(both):
+    half, x = both
+    half, order = half.sort(1)
+    return (x * half).sin() + order
+
+
+def test_what_the_last_line_to_read_it_binds_anew_is_left(tmp_path):
+    assert deleted(Both(half_and_whole, tuple, sorted_anew), tmp_path) == []
 
 
 def test_what_is_small_is_left(tmp_path):
