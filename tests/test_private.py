@@ -35,6 +35,7 @@ PRIVATE = {
     "torch._dynamo.variables.tensor.TensorVariable.unpack_var_sequence": "capture/rules.py",
     "torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function": "capture/rules.py",
     "torch.nn.modules.transformer._detect_is_causal_mask": "capture/rules.py",
+    "torch.nn.modules.transformer._generate_square_subsequent_mask": "capture/rules.py",
     "torch._dynamo.exc.TorchDynamoException": "capture/dynamo.py",
     "torch._dynamo.config.ignore_logging_functions": "capture/dynamo.py",
     "torch._dynamo.config.allow_rnn": "capture/dynamo.py",

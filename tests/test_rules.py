@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from flat import verified
 from torch import nn
 
 from fxpipe.capture import capture
@@ -32,3 +33,21 @@ def test_it_is_captured(forward):
 
     Model.forward = forward
     assert capture(Model(), (torch.randn(4, 6),), {}).checked == "train and eval"
+
+
+class Translates(nn.Module):
+    """A mask by which torch takes the kernel for causal attention, and needs none."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.size(1))
+        return self.both(x, x, tgt_mask=mask)
+
+
+def test_a_mask_that_is_known_to_be_causal_is_none(tmp_path):
+    verified(Translates, lambda rows: {"x": torch.randn(rows, 5, 8)}, tmp_path)
+    text = "".join(path.read_text() for path in (tmp_path / "out").glob("*.py"))
+    assert "is_causal=True" in text
