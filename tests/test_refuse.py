@@ -85,6 +85,35 @@ class Transforms(Base):
         return self.layer(x) + torch.vmap(lambda row: row.sort().values)(x.detach())
 
 
+class Chooses(Base):
+    def step(self, x):
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (self.layer(x),))
+
+
+@torch.library.custom_op("tests::thrice", mutates_args=())
+def thrice(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+thrice.register_fake(torch.empty_like)
+thrice.register_autograd(lambda _, gradient: gradient * 3)
+
+
+class CallsAnOperator(Base):
+    def step(self, x):
+        return thrice(self.layer(x))
+
+
+@torch.compiler.allow_in_graph
+def halved(x):
+    return x / 2
+
+
+class CallsAFunction(Base):
+    def step(self, x):
+        return halved(self.layer(x))
+
+
 class Differentiates(Base):
     def step(self, x):
         y = self.layer(x)
@@ -148,6 +177,15 @@ class TwoBuffers(Base):
         (SetsData, r"assigns the `.data` of a tensor \(test_refuse.py"),
         (Renormalizes, "writes the parameter 'table.weight' at .*self.table"),
         (Transforms, r"torch.vmap or torch.func \(test_refuse.py.*whole tensors"),
+        (
+            Chooses,
+            r"calls 'cond' \(test_refuse.py.*, which takes functions.*keep that module outside",
+        ),
+        (
+            CallsAnOperator,
+            r"'tests::thrice.default' is registered by the library 'tests'.*thrice\(",
+        ),
+        (CallsAFunction, r"calls .*test_refuse.halved \(test_refuse.py.*torch alone"),
         (Differentiates, r"computes gradients itself, at .*test_refuse.py[^$]*let the loss"),
         (GoesBack, r"computes gradients itself, at .*test_refuse.py[^$]*let the loss"),
         (Scripted, r"line .*: return self.layer\(x\)[^$]*(torch.jit.script|ScriptModules)"),

@@ -6,16 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument, Target
-from torch.nn import functional
 
 from fxpipe.capture.devices import device_of, make_on, name_devices, only_moves
 from fxpipe.capture.dynamo import function_of
 from fxpipe.capture.formals import FORMALS, Formals, formals_of, hand_on
 from fxpipe.capture.functions import Functions
 from fxpipe.capture.names import ModelNames
-from fxpipe.capture.sources import Statement, statements
+from fxpipe.capture.refuse_ops import public, refuse_op
+from fxpipe.capture.sources import source_of, statements_of, where
 from fxpipe.errors import CaptureError
-from fxpipe.ir import SourceLine
 from fxpipe.ops.interpret import reads_dtype
 from fxpipe.ops.regions import PLAIN, REGION, behind
 
@@ -25,11 +24,6 @@ _SKIPPED: tuple[Target, ...] = (
     torch.ops.aten._assert_scalar.default,
     torch.ops.aten._assert_async.msg,
 )
-
-
-# What a library calls only while it is traced, and what it calls otherwise: transformers' mixtures
-# of experts (integrations/moe.py, _can_use_grouped_mm).
-_OTHERWISE: dict[str, Target] = {"transformers::grouped_mm_fallback": functional.grouped_mm}
 
 
 def own_graph(
@@ -143,7 +137,7 @@ class _Builder:
         if node.target is _CHECKPOINT:
             return self._inline(node)
         name_devices(node)
-        _refuse(node)
+        refuse_op(node)
         if node.op == "call_function" and isinstance(node.args[0] if node.args else None, fx.Node):
             container = self.values[node.args[0]]  # type: ignore[index]
             if isinstance(container, list):  # an item of an opened region's outputs
@@ -169,8 +163,8 @@ class _Builder:
         function = function_of(node)
         if function is not None:
             target = self._own(function, node).apply
-        elif isinstance(target, torch._ops.OpOverloadPacket):
-            target = _public(target, node)
+        elif isinstance(target, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
+            target = public(target, node)
         if name.startswith(("child", "trampoline")):  # words of pytree's and of Dynamo's
             name = "output"
         made = self.graph.create_node(node.op, target, args, kwargs, name)
@@ -179,9 +173,9 @@ class _Builder:
             "module": module,
             "call": call,
             "stack": stack,
-            "source": _source(node),
-            "frames": tuple(statement.source for statement in _statements(node)),
-            "statements": _statements(node),
+            "source": source_of(node),
+            "frames": tuple(statement.source for statement in statements_of(node)),
+            "statements": statements_of(node),
             FORMALS: formals_of(node),
             REGION: self.region,
         }
@@ -193,7 +187,7 @@ class _Builder:
         try:
             return self.functions.own(function)
         except CaptureError as error:
-            raise CaptureError(f"{error}\nIt is called at {_where(node)}") from error
+            raise CaptureError(f"{error}\nIt is called at {where(node)}") from error
 
     def _inline(self, node: fx.Node) -> list[Any]:
         body, *arguments = (self.values[arg] for arg in node.args)  # type: ignore[index]
@@ -202,63 +196,8 @@ class _Builder:
         return self.copy(body.graph)
 
 
-def _refuse(node: fx.Node) -> None:
-    """Raise CaptureError for an op that only Dynamo can run."""
-    if node.target is torch.Tensor.set_:
-        raise CaptureError(
-            f"forward assigns the `.data` of a tensor ({_where(node)}): write a buffer in place, "
-            "with copy_, or a parameter between steps, outside of forward"
-        )
-    applies = "autograd_function_apply" in str(node.target)
-    # Before torch 2.13 Dynamo makes a Function of a hook.
-    if "register_hook" in str(node.target) or (applies and "register_hook" in _where(node)):
-        raise CaptureError(
-            f"forward registers a hook on a tensor ({_where(node)}), which a package can't hold: "
-            "where it changes gradients write a custom autograd.Function"
-        )
-    if applies:  # of a trace that was not ours
-        raise CaptureError(
-            f"a custom autograd.Function can't be captured within torch.compile ({_where(node)}): "
-            "compile the model by fxpipe.compile or the command"
-        )
-    if str(getattr(node.target, "__name__", "")).endswith("_increment_nesting"):
-        raise CaptureError(
-            f"forward transforms a function by torch.vmap or torch.func ({_where(node)}), of which "
-            "no stage can be made: write what it does with ops on whole tensors"
-        )
-
-
-def _public(operator: torch._ops.OpOverloadPacket, node: fx.Node) -> Target:
-    """The same function as torch alone has it, or `operator` if that is torch's own."""
-    name = operator._qualified_op_name
-    if name in _OTHERWISE:
-        return _OTHERWISE[name]
-    library = name.partition("::")[0]
-    if library not in ("aten", "prims"):
-        raise CaptureError(
-            f"the operator {name!r} is registered by the library {library!r}, and a package needs "
-            f"torch alone ({_where(node)}): choose another implementation in the model's settings, "
-            "or keep that module outside the pipelined model"
-        )
-    return operator
-
-
 def _attribute(owner: torch.nn.Module, target: str) -> Any:
     found: Any = owner
     for part in target.split("."):
         found = getattr(found, part)
     return found
-
-
-def _source(node: fx.Node) -> SourceLine | None:
-    found = _statements(node)
-    return found[-1].source if found else None
-
-
-def _statements(node: fx.Node) -> tuple[Statement, ...]:
-    return statements(node.meta.get("stack_trace") or "")
-
-
-def _where(node: fx.Node) -> str:
-    source = _source(node)
-    return f"{source.file}, line {source.line}: {source.text}" if source else node.name

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from torch import fx
+
 from fxpipe.capture.places import parse_stack, user_frames
 from fxpipe.ir import SourceLine
 from fxpipe.ops.source import short_path
@@ -103,3 +105,20 @@ def _appended_to(statement: ast.stmt) -> Iterator[str]:
             yield name
         case ast.Expr(ast.Call(ast.Attribute(ast.Attribute(attr=name), "append"))):
             yield name
+
+
+def statements_of(node: fx.Node) -> tuple[Statement, ...]:
+    """The statements that led to an op of Dynamo's, outermost first."""
+    return statements(node.meta.get("stack_trace") or "")
+
+
+def source_of(node: fx.Node) -> SourceLine | None:
+    """The innermost of them, as far as it is known."""
+    found = statements_of(node)
+    return found[-1].source if found else None
+
+
+def where(node: fx.Node) -> str:
+    """That line in words; the op's name if it isn't known."""
+    source = source_of(node)
+    return f"{source.file}, line {source.line}: {source.text}" if source else node.name
