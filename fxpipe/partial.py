@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from inspect import Parameter, Signature, signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxpipe.capture import capture
@@ -105,6 +106,8 @@ def _watched(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     paths = {id(module): path for path, module in model.named_modules() if path}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():  # as torch.cond does with its branches
+            return
         try:
             given = bind(module, args, kwargs)[1]
         except InputError:  # takes *args

@@ -137,6 +137,22 @@ class Experts(nn.Module):
         return out
 
 
+class Either(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: self.b(x), (x,))
+
+
+class Chooses(nn.Sequential):
+    """torch.cond, which traces its branches where it runs too."""
+
+    def __init__(self):
+        super().__init__(Either(), nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3))
+
+
 def target_of(kind):
     folder = str(Path(__file__).parent)
     inputs = lambda rows: {"x": torch.randn(rows, 6)}  # noqa: E731
@@ -164,6 +180,7 @@ PARTS = {
     Writes: ("layers.1", "layers.2", "layers.3", "layers.4"),
     Shown: ("blocks.2", "blocks.3"),
     Experts: ("body",),
+    Chooses: ("1", "2", "3"),
 }
 
 

@@ -17,7 +17,7 @@ _OTHERWISE: dict[str, Target] = {"transformers::grouped_mm_fallback": functional
 _AT_HAND = ("torch", "fxpipe")  # whose functions a trace may call
 _ELSEWHERE = (
     "write what it does with ops of torch on whole tensors, or keep that module outside the "
-    "pipelined model"
+    "pipelined model, as --allow-graph-breaks does"
 )
 
 
