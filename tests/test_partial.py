@@ -146,11 +146,16 @@ class Either(nn.Module):
         return torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: self.b(x), (x,))
 
 
-class Chooses(nn.Sequential):
+class Chooses(nn.Module):
     """torch.cond, which traces its branches where it runs too."""
 
     def __init__(self):
-        super().__init__(Either(), nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3))
+        super().__init__()
+        self.either = Either()
+        self.layers = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3))
+
+    def forward(self, x):
+        return self.layers(self.either(x))
 
 
 def target_of(kind):
@@ -180,7 +185,7 @@ PARTS = {
     Writes: ("layers.1", "layers.2", "layers.3", "layers.4"),
     Shown: ("blocks.2", "blocks.3"),
     Experts: ("body",),
-    Chooses: ("1", "2", "3"),
+    Chooses: ("layers",),
 }
 
 
