@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 from torch.utils.checkpoint import checkpoint_sequential
 
+from fxpipe.capture.causal import causal_masks_known
 from fxpipe.capture.dtype_reads import dtypes_read
 from fxpipe.capture.formals import noted_formals
 from fxpipe.ops.constants import same
@@ -19,10 +20,8 @@ def more_rules() -> Iterator[None]:
     """Calls that change nothing here are traced, though Dynamo refuses them.
 
     And a tensor is unpacked by one op, as torch does it: Dynamo's own indices, one for each item,
-    take more ops in backward, each of which makes a whole gradient. Whether a mask is causal is not
-    read from its values, as `nn.Transformer` does to choose a faster kernel: one that its own
-    function made in the forward is, of others the mask says enough. `torch.jit.isinstance` is
-    Python's own. What a forward is given is noted.
+    take more ops in backward, each of which makes a whole gradient. `torch.jit.isinstance`
+    is Python's own. What a forward is given is noted.
     """
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.tensor import TensorVariable
@@ -32,7 +31,6 @@ def more_rules() -> Iterator[None]:
     set_attribute = getattr(setter, name_of_rule)
     call = TorchInGraphFunctionVariable.call_function
     unpack = TensorVariable.unpack_var_sequence
-    make_causal = torch.nn.modules.transformer._generate_square_subsequent_mask
 
     @wraps(set_attribute)
     def setting(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
@@ -58,25 +56,14 @@ def more_rules() -> Iterator[None]:
             return unpack(self, tx, idxes)  # which says so
         return items
 
-    def told_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-        made = mask is not None and any(mask is one for one in causal)
-        return made if is_causal is None else is_causal
-
-    causal: list[Any] = []  # as Dynamo sees it: it stays empty
-
-    def making_causal(sz: int, device: Any = None, dtype: Any = None) -> Any:
-        causal.append(make_causal(sz, device, dtype))
-        return causal[-1]
-
     with (
         noted_formals(),
+        causal_masks_known(),
         dtypes_read(),
         _calls_counted(),
         _handlers_apart(),
         _segments_opened(),
         patch("torch.jit.isinstance", _is_instance),
-        patch("torch.nn.modules.transformer._detect_is_causal_mask", told_causal),
-        patch("torch.nn.modules.transformer._generate_square_subsequent_mask", making_causal),
         patch.object(TensorVariable, "unpack_var_sequence", unpacking),
         patch.object(setter, name_of_rule, setting),
         patch.object(TorchInGraphFunctionVariable, "call_function", calling),
