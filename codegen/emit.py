@@ -130,9 +130,8 @@ def _manifest(
     maker = {value: j for j, stage in enumerate(wiring.stages) for value in stage.outputs}
     held = _held_buffers(capture, made)
     state = [name for name in capture.state if name in capture.saved or name in held]
-    first_names: dict[str, str] = {}  # of those that are there, by the model's own first ones
-    for name in state:
-        first_names.setdefault(capture.first_name(name), name)
+    # The first that is there of each tensor's names, by the first that it has in the model.
+    first = {capture.first_name(name): name for name in reversed(state)}
     return Manifest(
         format=FORMAT,
         fxpipe=fxpipe.__version__,
@@ -157,7 +156,7 @@ def _manifest(
             for value, mode in zip(capture.outputs, _output_modes(capture), strict=True)
         ),
         stages=tuple(_stage(capture, plan, j, stage, one, names) for j, (stage, one) in stages),
-        state=tuple(_state(capture, name, first_names[capture.first_name(name)]) for name in state),
+        state=tuple(_state(capture, name, first[capture.first_name(name)]) for name in state),
         estimate=EstimateSpec(
             plan.estimate.step_ms,
             plan.estimate.bubble,

@@ -43,7 +43,7 @@ def refuse_op(node: fx.Node) -> None:
     if str(getattr(node.target, "__name__", "")).endswith("_increment_nesting"):
         raise CaptureError(
             f"forward transforms a function by torch.vmap or torch.func ({where(node)}), of which "
-            "no stage can be made: write what it does with ops on whole tensors"
+            f"no stage can be made: {_ELSEWHERE}"
         )
     module = getattr(node.target, "__module__", "")
     if isinstance(node.target, FunctionType) and module.partition(".")[0] not in _AT_HAND:

@@ -48,6 +48,11 @@ def test_every_op_has_a_cost_in_both_directions():
     assert found.costs[conv].backward_ms > 0
 
 
+def costs_by_module(model, x):
+    captured, found = measured(model, x)
+    return {op.module: found.costs[name] for name, op in captured.ops.items()}
+
+
 @pytest.mark.parametrize("cut", [torch.Tensor.detach, torch.Tensor.byte, lambda x: x.argmax(1)])
 def test_what_no_gradient_comes_back_to_takes_no_time_backward(cut):
     class Cut(torch.nn.Module):
@@ -61,8 +66,7 @@ def test_what_no_gradient_comes_back_to_takes_no_time_backward(cut):
             x = codes if codes.is_floating_point() else self.table(codes.long())
             return self.after(x)
 
-    captured, found = measured(Cut(), torch.rand(8, 6))
-    cost_of = {op.module: found.costs[name] for name, op in captured.ops.items()}
+    cost_of = costs_by_module(Cut(), torch.rand(8, 6))
     assert (cost_of["before"].backward_ms, cost_of["before"].weight_gradient_ms) == (0, 0)
     assert cost_of["after"].backward_ms > 0
 
@@ -78,8 +82,7 @@ def test_what_is_written_in_place_has_a_backward():
             y[:, :3].mul_(self.scale(x))
             return y.tanh()
 
-    captured, found = measured(Scaled(), torch.rand(8, 6))
-    cost_of = {op.module: found.costs[name] for name, op in captured.ops.items()}
+    cost_of = costs_by_module(Scaled(), torch.rand(8, 6))
     assert min(cost_of[name].backward_ms for name in ("before", "scale")) > 0
 
 

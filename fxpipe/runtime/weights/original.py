@@ -17,6 +17,10 @@ from fxpipe.runtime.weights.files import WeightFiles
 from fxpipe.runtime.weights.state import State, keys_of
 
 
+def _is_extra_state(key: str) -> bool:
+    return key.rpartition(".")[2] == "_extra_state"
+
+
 def _with_extra(pipe: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """A hook of `state_dict` that adds what the original's modules had added to theirs."""
     assert isinstance(pipe, Original)
@@ -78,7 +82,7 @@ class Original(nn.Module):
             key: value
             for key, value in state_dict.items()
             if key not in wanted
-            and (key.endswith("_extra_state") or (is_whole and not isinstance(value, Tensor)))
+            and (_is_extra_state(key) or (is_whole and not isinstance(value, Tensor)))
         }
         given = {key: value for key, value in state_dict.items() if key not in extra}
         weights.check(wanted, given, lambda name: given[name].shape, strict, "the state_dict")

@@ -162,6 +162,8 @@ def test_what_the_model_notes_beside_its_tensors_is_kept_with_a_whole_state(tmp_
     noted = {**model.state_dict(), "_note": {"width": 6}}
     pipe.load_state_dict(noted)
     assert pipe.state_dict()["_note"] == {"width": 6}
+    with pytest.raises(WeightsError, match=r"1 unexpected: first\.no_extra_state"):
+        pipe.load_state_dict({**noted, "first.no_extra_state": torch.zeros(1)})
     with pytest.raises(WeightsError, match=r"8 missing[^$]*2 unexpected: model, epoch"):
         pipe.load_state_dict({"model": model.state_dict(), "epoch": 3})
 
