@@ -19,6 +19,8 @@ from fxpipe.passes.partition_costs import (
     static_bytes,
     too_few_blocks,
 )
+from fxpipe.passes.partition_stages import StageCosts
+from fxpipe.passes.simulate import Simulation, simulate
 from fxpipe.schedule import Schedule
 
 SOLVERS = ("dp", "beam", "cpsat")
@@ -68,35 +70,28 @@ class Solution:
 class Scorer:
     """Judges cuts by the simulator, each once: first by bytes over capacity, then by step."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, costs: StageCosts) -> None:
+        """`costs` are those of the problem's chain."""
         self.problem = problem
-        self.estimates: dict[Cuts, Estimate] = {}
+        self.judged: dict[Cuts, tuple[int, float]] = {}
+        self._costs = costs
+        self._recompute = problem.recompute
 
-    def estimate(self, cuts: Cuts) -> Estimate:
-        """The simulator's word on `cuts`."""
-        if cuts not in self.estimates:
-            self.estimates[cuts] = self.under(cuts, self.problem.schedule)
-        return self.estimates[cuts]
-
-    def under(self, cuts: Cuts, schedule: Schedule) -> Estimate:
-        """The same, under another order of the same stages' actions."""
-        return evaluate(
-            self.problem.chain,
-            cuts,
-            schedule=schedule,
-            checkpoint=self.problem.checkpoint,
-            network=self.problem.network,
-            training_factor=self.problem.training_factor,
-        )
+    def under(self, cuts: Cuts, schedule: Schedule) -> Simulation:
+        """A step of these cuts under an order of their stages' actions."""
+        stages, messages = self._costs(cuts)
+        network = self.problem.network
+        return simulate(schedule, stages, messages, network, self._recompute, record=False)
 
     def __call__(self, cuts: Cuts) -> tuple[int, float, Cuts]:
         """What to sort cuts by, best first."""
-        estimate = self.estimate(cuts)
-        capacity = self.problem.capacity_bytes
-        peaks = zip(estimate.peak_bytes, capacity, strict=True)
-        over = sum(max(0, peak - capacity) for peak, capacity in peaks)
+        if cuts not in self.judged:
+            found = self.under(cuts, self.problem.schedule)
+            peaks = zip(found.peak_bytes, self.problem.capacity_bytes, strict=True)
+            over = sum(max(0, peak - capacity) for peak, capacity in peaks)
+            self.judged[cuts] = over, found.step_ms
         # The cuts themselves break ties, so that no result hangs on the order of the search.
-        return over, estimate.step_ms, cuts
+        return *self.judged[cuts], cuts
 
 
 def partition(
@@ -139,7 +134,8 @@ def partition(
         loops=loops,
         training_factor=training_factor,
     )
-    score = Scorer(problem)
+    costs = StageCosts(chain, training_factor)
+    score = Scorer(problem, costs)
     solution = _solve(solver, score, seed, time_limit_s)
     found = solution.cuts
     if isinstance(schedule, str) and problem.schedule.split:
@@ -147,11 +143,18 @@ def partition(
         under = partial(score.under, found)
         table = whole_where_it_pays(problem.schedule, under, capacity_bytes)
         problem = replace(problem, schedule=table)
-        score = Scorer(problem)
+        score = Scorer(problem, costs)
         solution = _solve(solver, score, seed, time_limit_s)
         found = min(found, solution.cuts, key=score)
     cuts = tidy(score, found)
-    estimate = score.estimate(cuts)
+    estimate = evaluate(
+        chain,
+        cuts,
+        schedule=problem.schedule,
+        checkpoint=problem.checkpoint,
+        network=network,
+        training_factor=training_factor,
+    )
     if score(cuts)[0] > 0:
         raise PlanError(_does_not_fit(problem, estimate, checkpoint))
     return Plan(

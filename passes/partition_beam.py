@@ -22,7 +22,7 @@ def solve(score: Scorer, *, seed: int) -> Solution:
     beam = [even_path(score.problem.chain, score.problem.edges, score.problem.n_stages)]
     best = _judge(score, beam[0])
     stale = 0
-    while stale < _PATIENCE and len(score.estimates) < _BUDGET:
+    while stale < _PATIENCE and len(score.judged) < _BUDGET:
         paths = {*beam}
         for path in beam:
             paths.update(_moved(path, random) for _ in range(_MOVES))

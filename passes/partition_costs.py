@@ -6,7 +6,8 @@ from itertools import pairwise
 
 from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, StageEstimate
 from fxpipe.passes import checkpoints
-from fxpipe.passes.partition_stages import stage_costs, with_segments
+from fxpipe.passes.partition_blocks import with_segments
+from fxpipe.passes.partition_stages import stage_costs
 from fxpipe.passes.simulate import simulate
 from fxpipe.passes.simulate_costs import Message, StageCost
 from fxpipe.passes.simulate_kernel import NOT_LAUNCHED

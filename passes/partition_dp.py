@@ -17,8 +17,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
 
+import numpy as np
+from numpy.typing import NDArray
+
+from fxpipe.ir import Block
 from fxpipe.passes.partition import Problem, Scorer, Solution
 from fxpipe.passes.partition_costs import Cuts, held_sets, parameter_bytes
+from fxpipe.passes.partition_window_kernel import least_communication
 from fxpipe.schedule import Kind
 
 # Limits tried: this many at most, each longer than the one before by this factor.
@@ -34,17 +39,17 @@ _MOVES = (1, 2, 4, 8)
 class _Line:
     """The chain by edge: the wait up to it, by stage, and what a cut there costs."""
 
-    wait_ms: tuple[tuple[float, ...], ...]
-    crossing_ms: tuple[float, ...]
+    wait_ms: NDArray[np.float64]
+    crossing_ms: NDArray[np.float64]
 
     def slowest(self, path: tuple[int, ...]) -> float:
         """The longest wait of a stage."""
-        spans = zip(self.wait_ms, pairwise(path), strict=True)
-        return max(wait[end] - wait[start] for wait, (start, end) in spans)
+        stages, ends = np.arange(len(path) - 1), np.array(path)
+        return float((self.wait_ms[stages, ends[1:]] - self.wait_ms[stages, ends[:-1]]).max())
 
     def trip(self, path: tuple[int, ...]) -> float:
         """What all cuts cost."""
-        return sum(self.crossing_ms[e] for e in path[1:-1])
+        return float(sum(self.crossing_ms[list(path[1:-1])]))
 
 
 def solve(score: Scorer) -> Solution:
@@ -62,7 +67,7 @@ def solve(score: Scorer) -> Solution:
         capacity = [max(of + of // 8 + 1, least) for of in capacity]
         candidates = dict.fromkeys(_candidates(problem, capacity))
     starts = sorted(candidates, key=score)[:_STARTS]
-    last = len(score.estimates) + _BUDGET
+    last = len(score.judged) + _BUDGET
     return Solution(min((_descend(score, cuts, last) for cuts in starts), key=score))
 
 
@@ -75,10 +80,11 @@ def _fair_share(problem: Problem) -> int:
 def _candidates(problem: Problem, capacity_bytes: list[int]) -> list[Cuts]:
     """Promising cuts, best rank first; none if no cuts are likely to fit."""
     received, crossing_ms = _crossings(problem)
-    first_start = [
-        _first_starts(problem, received, pairs, capacity_bytes[problem.schedule.stage_to_device[j]])
-        for j, pairs in enumerate(held_sets(problem.schedule, problem.recompute))
-    ]
+    devices = problem.schedule.stage_to_device
+    held = held_sets(problem.schedule, problem.recompute)
+    rooms = [(pairs, capacity_bytes[d]) for pairs, d in zip(held, devices, strict=True)]
+    starts = {room: _first_starts(problem, received, *room) for room in dict.fromkeys(rooms)}
+    first_start = np.array([starts[room] for room in rooms])
     m = problem.schedule.n_microbatches
     found: dict[Cuts, None] = {}
     for ahead in dict.fromkeys(((1,) * problem.n_stages, _forwards_ahead(problem))):
@@ -101,23 +107,18 @@ def _forwards_ahead(problem: Problem) -> tuple[int, ...]:
     return tuple(ahead) if len(set(ahead)) > 1 else (1,) * problem.n_stages
 
 
-def _waits(problem: Problem, forwards: list[int]) -> tuple[tuple[float, ...], ...]:
+def _waits(problem: Problem, forwards: list[int]) -> NDArray[np.float64]:
     """By stage, by edge: `forwards` forwards and m - 1 backwards of all atoms before it."""
     later = problem.schedule.n_microbatches - 1
-    blocks, edges = problem.chain.blocks, problem.edges
-    forward = [0.0, *accumulate(block.forward_ms for block in blocks)]
-    backward = [0.0, *accumulate(block.backward_ms for block in blocks)]
-    waits = {}
-    keys = [
-        (count + min(later, sum(again)), later)
-        for count, again in zip(forwards, problem.recompute, strict=True)
-    ]
-    for f, b in dict.fromkeys(keys):
-        waits[f, b] = tuple(f * forward[edge] + b * backward[edge] for edge in edges)
-    return tuple(waits[key] for key in keys)
+    blocks, edges = problem.chain.blocks, list(problem.edges)
+    forward = np.array([0.0, *accumulate(block.forward_ms for block in blocks)])[edges]
+    backward = np.array([0.0, *accumulate(block.backward_ms for block in blocks)])[edges]
+    again = [min(later, sum(recomputed)) for recomputed in problem.recompute]
+    waits: NDArray[np.float64] = np.outer(np.add(forwards, again), forward) + later * backward
+    return waits
 
 
-def _crossings(problem: Problem) -> tuple[list[int], tuple[float, ...]]:
+def _crossings(problem: Problem) -> tuple[list[int], NDArray[np.float64]]:
     """By edge: the bytes that cross a cut there, and what it costs in ms.
 
     That is their round trip, and a device's share of what sending takes from the work of all.
@@ -135,14 +136,16 @@ def _crossings(problem: Problem) -> tuple[list[int], tuple[float, ...]]:
             backward[e] += value.bytes if value.gradient else 0
             busy_ms[e] += link.busy_ms(1, value.bytes) * (2 if value.gradient else 1)
     ends = 2 * problem.schedule.n_microbatches / problem.n_devices
-    costs = tuple(
-        sum(link.transfer_ms(size) for size in sizes if size) + ends * busy
-        for *sizes, busy in zip(forward, backward, busy_ms, strict=True)
+    costs = np.array(
+        [
+            sum(link.transfer_ms(size) for size in sizes if size) + ends * busy
+            for *sizes, busy in zip(forward, backward, busy_ms, strict=True)
+        ]
     )
     return forward, costs
 
 
-def _sweep(line: _Line, first_start: list[list[int]]) -> list[tuple[int, ...]]:
+def _sweep(line: _Line, first_start: NDArray[np.int64]) -> list[tuple[int, ...]]:
     """Edges of the stages for rising limits, best rank first; none if nothing fits."""
     loosest = _least_communication(line, first_start, inf)
     if loosest is None:
@@ -168,42 +171,11 @@ def _sweep(line: _Line, first_start: list[list[int]]) -> list[tuple[int, ...]]:
 
 
 def _least_communication(
-    line: _Line, first_start: list[list[int]], limit_ms: float
+    line: _Line, first_start: NDArray[np.int64], limit_ms: float
 ) -> tuple[int, ...] | None:
     """Edges of the stages, first and last included, no stage's wait over `limit_ms`."""
-    n, atoms = len(first_start), len(line.crossing_ms) - 1
-    cost = [0.0] + [inf] * atoms
-    came_from: list[list[int]] = []
-    for j, (starts, wait) in enumerate(zip(first_start, line.wait_ms, strict=True)):
-        after = [inf] * (atoms + 1)
-        origin = [0] * (atoms + 1)
-        window: deque[int] = deque()
-        low = 0
-        new = j
-        # Every stage before and after this one has an atom at least.
-        for end in range(j + 1, atoms - (n - j - 1) + 1):
-            while new < end:
-                while window and cost[window[-1]] >= cost[new]:
-                    window.pop()
-                if cost[new] < inf:
-                    window.append(new)
-                new += 1
-            low = max(low, starts[end])
-            while low < end and wait[end] - wait[low] > limit_ms:
-                low += 1
-            while window and window[0] < low:
-                window.popleft()
-            if window:
-                origin[end] = window[0]
-                after[end] = cost[window[0]] + (line.crossing_ms[end] if end < atoms else 0.0)
-        cost = after
-        came_from.append(origin)
-    if cost[atoms] == inf:
-        return None
-    path = [atoms]
-    for origin in reversed(came_from):
-        path.append(origin[path[-1]])
-    return tuple(reversed(path))
+    path = least_communication(line.wait_ms, line.crossing_ms, first_start, limit_ms)
+    return tuple(path.tolist()) or None
 
 
 def _first_starts(
@@ -215,13 +187,16 @@ def _first_starts(
     flight may wait at the door.
     """
     edges, blocks = problem.edges, problem.chain.blocks
+    atoms = [blocks[begin:end] for begin, end in pairwise(edges)]
+    workspaces = [max(map(_workspace_bytes, atom)) for atom in atoms]
     uses = Counter[tuple[str, str]]()
     held = {"saved": 0, "parameters": 0, "buffers": 0}
     starts = [0] * len(edges)
     start = 0
+    largest: deque[int] = deque()  # of the stage's atoms, those whose workspace none behind reaches
 
     def move(atom: int, step: int) -> None:
-        for block in blocks[edges[atom] : edges[atom + 1]]:
+        for block in atoms[atom]:
             for kind in held:
                 for name, size in getattr(block, kind):
                     uses[kind, name] += step
@@ -230,11 +205,12 @@ def _first_starts(
 
     for end in range(1, len(edges)):
         move(end - 1, 1)
+        while largest and workspaces[largest[-1]] <= workspaces[end - 1]:
+            largest.pop()
+        largest.append(end - 1)
         while start < end:
-            inside = blocks[edges[start] : edges[end]]
-            forward = max(max(b.forward_workspace_bytes, b.loss_bytes) for b in inside)
-            workspace = max(forward, *(block.backward_workspace_bytes for block in inside))
-            need = (1 + problem.training_factor) * held["parameters"] + held["buffers"] + workspace
+            need = (1 + problem.training_factor) * held["parameters"] + held["buffers"]
+            need += workspaces[largest[0]]
             need += max(
                 saved * held["saved"] + (in_flight + 1) * received[start]
                 for saved, in_flight in pairs
@@ -243,8 +219,15 @@ def _first_starts(
                 break
             move(start, -1)
             start += 1
+            if largest[0] < start:
+                largest.popleft()
         starts[end] = start
     return starts
+
+
+def _workspace_bytes(block: Block) -> int:
+    forward = max(block.forward_workspace_bytes, block.loss_bytes)
+    return max(forward, block.backward_workspace_bytes)
 
 
 def _descend(score: Scorer, cuts: Cuts, last: int) -> Cuts:
@@ -265,7 +248,7 @@ def _descend(score: Scorer, cuts: Cuts, last: int) -> Cuts:
             moved = [e + step if begin <= j < end else e for j, e in enumerate(path)]
             if not (moved[begin - 1] < moved[begin] and moved[end - 1] < moved[end]):
                 continue
-            if len(score.estimates) >= last:
+            if len(score.judged) >= last:
                 return best[2]
             found = score(tuple(edges[e] for e in moved[1:-1]))
             if found < best:

@@ -1,84 +1,111 @@
-"""What the stages of cuts cost, and what they send each other: the chain's blocks summed up."""
+"""What the stages of cuts cost, and what they send each other."""
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
-from math import ceil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from fxpipe.ir import Block, Chain, Value
-from fxpipe.passes import checkpoints
+from fxpipe.ir import Chain, Value
+from fxpipe.passes.partition_blocks import Crossing, held_at_rest, stage_cost
 from fxpipe.passes.simulate_costs import Message, StageCost
-
-# Of what a stage holds at rest and saves: what an allocator rounds up and can't use between blocks,
-# and memory that a view keeps whole. Chosen so that no peak that benchmarks/predictions.py measured
-# was higher than predicted.
-FRAGMENTATION = 0.025
-
-
-@dataclass
-class _Crossing:
-    """What crosses a stage's ends, in bytes by name, and is counted by itself.
-
-    `given` are the model's inputs that it reads.
-    """
-
-    given: dict[str, int] = field(default_factory=dict)
-    received: dict[str, int] = field(default_factory=dict)
-    returned_bytes: int = 0  # of it, what only the caller reads
-    caller_bytes: int = 0  # gradients of the model's output, from the end of F
-    sends_back: bool = False
 
 
 def stage_costs(
-    chain: Chain,
-    cuts: Sequence[int],
-    training_factor: float = 1.0,
+    chain: Chain, cuts: Sequence[int], training_factor: float = 1.0
 ) -> tuple[tuple[StageCost, ...], tuple[Message, ...]]:
-    """What each stage costs on one micro-batch, and what the stages send each other.
+    """`StageCosts` of one choice of cuts."""
+    return StageCosts(chain, training_factor)(cuts)
 
-    Training keeps `training_factor` bytes of gradients and optimizer states by byte of parameters.
-    Storages of the same name count once a stage. A value goes straight from its producer's stage to
-    each stage that reads it, one of the model's outputs to the last, where the loss is taken; a
-    received value that a backward saves is counted as received.
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """A run of blocks as a stage, whatever the others are.
+
+    What it holds between steps is by name, and of what earlier ones make it reads `received`.
     """
-    bounds = (0, *cuts, len(chain.blocks))
-    stage_of = [j for j in range(len(bounds) - 1) for _ in range(bounds[j], bounds[j + 1])]
-    stage_of.append(stage_of[-1])  # of the caller
-    values = {value.name: value for value in chain.values}
-    crossing = [_Crossing() for _ in range(len(bounds) - 1)]
-    sent: dict[tuple[int, int], list[Value]] = {}
-    for value in chain.values:
-        source = stage_of[value.producer] if value.producer >= 0 else -1
-        targets = {stage_of[k] for k in value.consumers} - {source}
-        # A consumer past the last block is the caller, who takes the model's output and gives its
-        # gradient.
-        if value.gradient and source >= 0 and value.consumers[-1] == len(chain.blocks):
-            crossing[-1].caller_bytes += value.bytes
-        for target in sorted(targets):
-            crossing[target].sends_back |= value.gradient
-            if source < 0:
-                crossing[target].given[value.name] = value.bytes
-                continue
-            crossing[target].received[value.name] = value.bytes
-            if not any(bounds[target] <= k < bounds[target + 1] for k in value.consumers):
-                crossing[target].returned_bytes += value.bytes
-            sent.setdefault((source, target), []).append(value)
-    static = [_static(chain, begin, end, training_factor) for begin, end in pairwise(bounds)]
-    holders = Counter(name for held in static for name in held)
-    stages = tuple(
-        replace(
-            _stage_cost(chain, values, begin, end, crossing[j], sum(static[j].values())),
-            shared=tuple((name, size) for name, size in static[j].items() if holders[name] > 1),
+
+    cost: StageCost
+    static: dict[str, int]
+    received: tuple[Value, ...]
+
+
+class StageCosts:
+    """What stages of a chain cost on one micro-batch, and what they send each other, by cuts.
+
+    What a run of blocks costs is found once, so that cuts near others are soon told.
+    """
+
+    def __init__(self, chain: Chain, training_factor: float = 1.0) -> None:
+        """Training keeps so many bytes of gradients and optimizer states by byte of parameters."""
+        self._chain = chain
+        self._training_factor = training_factor
+        self._values = {value.name: value for value in chain.values}
+        # By block, and, past the last, by the caller.
+        self._read: list[list[Value]] = [[] for _ in range(len(chain.blocks) + 1)]
+        for value in chain.values:
+            for k in value.consumers:
+                self._read[k].append(value)
+        self._found: dict[tuple[int, int], _Stage] = {}
+
+    def __call__(self, cuts: Sequence[int]) -> tuple[tuple[StageCost, ...], tuple[Message, ...]]:
+        """Of the stages that these cuts make.
+
+        Storages of the same name count once a stage. A value goes straight from its producer's
+        stage to each stage that reads it, one of the model's outputs to the last, where the loss is
+        taken; a received value that a backward saves is counted as received.
+        """
+        bounds = (0, *cuts, len(self._chain.blocks))
+        found = [self._stage(begin, end) for begin, end in pairwise(bounds)]
+        holders = Counter(name for stage in found for name in stage.static)
+        stages = tuple(
+            replace(stage.cost, shared=shared) if shared else stage.cost
+            for stage in found
+            for shared in [tuple((n, size) for n, size in stage.static.items() if holders[n] > 1)]
         )
-        for j, (begin, end) in enumerate(pairwise(bounds))
-    )
-    messages = tuple(
-        # A bare chain's blocks need nothing, and its stages hold what they save.
-        _message(*pair, values, bounds, hands=stages[pair[0]].backward_workspace_bytes > 0)
-        for pair, values in sorted(sent.items())
-    )
-    return stages, messages
+        sent: dict[tuple[int, int], list[Value]] = {}
+        for target, stage in enumerate(found):
+            for value in stage.received:
+                source = bisect_right(bounds, value.producer) - 1
+                sent.setdefault((source, target), []).append(value)
+        messages = tuple(
+            # A bare chain's blocks need nothing, and its stages hold what they save.
+            _message(*pair, values, bounds, hands=stages[pair[0]].backward_workspace_bytes > 0)
+            for pair, values in sorted(sent.items())
+        )
+        return stages, messages
+
+    def _stage(self, begin: int, end: int) -> _Stage:
+        if (begin, end) not in self._found:
+            crossing, received = self._crossing(begin, end)
+            static = held_at_rest(self._chain, begin, end, self._training_factor)
+            held = sum(static.values())
+            cost = stage_cost(self._chain, self._values, begin, end, crossing, held)
+            self._found[begin, end] = _Stage(cost, static, received)
+        return self._found[begin, end]
+
+    def _crossing(self, begin: int, end: int) -> tuple[Crossing, tuple[Value, ...]]:
+        """What crosses the ends of the stage of the blocks [begin, end), and what it receives."""
+        crossing, received = Crossing(), []
+        read = {value.name: value for k in range(begin, end) for value in self._read[k]}
+        only_returned: dict[str, Value] = {}
+        if end == len(self._chain.blocks):
+            # The caller takes the model's output from the last stage and gives its gradient.
+            made = [value for value in self._read[end] if value.producer >= 0]
+            crossing.caller_bytes = sum(value.bytes for value in made if value.gradient)
+            only_returned = {v.name: v for v in self._read[end] if v.name not in read}
+        for value in (*read.values(), *only_returned.values()):
+            if value.producer >= begin:
+                continue
+            crossing.sends_back |= value.gradient
+            if value.producer < 0:
+                crossing.given[value.name] = value.bytes
+                continue
+            crossing.received[value.name] = value.bytes
+            received.append(value)
+            if value.name in only_returned:
+                crossing.returned_bytes += value.bytes
+        return crossing, tuple(received)
 
 
 def _message(
@@ -99,170 +126,4 @@ def _message(
         handed_bytes=n_bytes if hands else 0,
         values=len(values),
         gradients=len(back),
-    )
-
-
-def _stage_cost(
-    chain: Chain,
-    values: Mapping[str, Value],
-    begin: int,
-    end: int,
-    crossing: _Crossing,
-    static_bytes: int,
-) -> StageCost:
-    blocks = chain.blocks[begin:end]
-    action_ms = chain.action_ms
-    backward_ms = action_ms + sum(block.backward_ms for block in blocks)
-    saved = {name: size for block in blocks for name, size in block.saved}
-    saved_bytes = sum(
-        size
-        for name, size in saved.items()
-        if name not in crossing.given and name not in crossing.received
-    )
-    cost = StageCost(
-        forward_ms=action_ms + sum(block.forward_ms for block in blocks),
-        backward_ms=backward_ms,
-        static_bytes=static_bytes,
-        saved_bytes=saved_bytes,
-        input_bytes=sum(crossing.given.values()) + crossing.caller_bytes,
-        # Where nobody waits for a gradient, W does it all: no half of it could be left out.
-        weight_gradient_ms=backward_ms,
-        halving_ms=action_ms,
-        written_bytes=sum(block.written_bytes for block in blocks),
-    )
-    if crossing.sends_back:
-        cost = replace(
-            cost,
-            weight_gradient_ms=action_ms + sum(block.weight_gradient_ms for block in blocks),
-            arriving_bytes=sum(block.arriving_bytes for block in blocks),
-            halving_ms=action_ms + sum(block.halving_ms for block in blocks),
-        )
-    forward, backward = _workspaces(blocks, begin, values)
-    if not forward and not backward:
-        return cost  # a bare chain's blocks need nothing, and what their stages receive stays
-    share = ceil(FRAGMENTATION * (static_bytes + saved_bytes))
-    of_inputs = of_weights = backward
-    released = 0
-    if crossing.sends_back:
-        # It is there in I and gone in W: what arrives, from I on, is less by it, and I needs it.
-        released = min(cost.arriving_bytes, _released(blocks, crossing))
-        # What blocks behind have saved stays for W, in which no gradients are on their way. What
-        # arrives at blocks before is not there yet.
-        yet = accumulate((block.arriving_bytes for block in blocks), initial=0)
-        of_inputs = max(
-            max(0, block.input_workspace_bytes - _returning(block, k, end, values) - before)
-            for (k, block), before in zip(enumerate(blocks, begin), yet, strict=False)
-        )
-        of_weights = max(block.weight_workspace_bytes for block in blocks)
-    return replace(
-        cost,
-        forward_workspace_bytes=forward + share,
-        backward_workspace_bytes=backward + share,
-        input_workspace_bytes=of_inputs + released + share,
-        weight_workspace_bytes=of_weights + share,
-        loss_bytes=blocks[-1].loss_bytes + share,
-        arriving_bytes=cost.arriving_bytes - released,
-        passing_bytes=sum(
-            size for name, size in (crossing.given | crossing.received).items() if name not in saved
-        ),
-        returned_bytes=crossing.returned_bytes,
-    )
-
-
-def _released(blocks: Sequence[Block], crossing: _Crossing) -> int:
-    """What the blocks behind the last that has weights save, and no other: no W needs it."""
-    with_weights = [
-        k for k, block in enumerate(blocks) if block.weight_gradient_ms or block.arriving_bytes
-    ]
-    end = max(with_weights, default=-1) + 1
-    kept = {name for block in blocks[:end] for name, _ in block.saved}
-    kept |= {*crossing.given, *crossing.received}
-    return sum({n: size for b in blocks[end:] for n, size in b.saved if n not in kept}.values())
-
-
-def _static(chain: Chain, begin: int, end: int, training_factor: float) -> dict[str, int]:
-    """What the blocks [begin, end) hold between steps, by name."""
-    blocks = chain.blocks[begin:end]
-    held = {name: size for block in blocks for name, size in block.buffers}
-    for block in blocks:
-        held.update((name, ceil((1 + training_factor) * size)) for name, size in block.parameters)
-    return held
-
-
-def _workspaces(
-    blocks: Sequence[Block], begin: int, values: Mapping[str, Value]
-) -> tuple[int, int]:
-    """What a stage's blocks need at the fullest, forward and backward, besides what else counts.
-
-    While a block runs, blocks behind it have saved nothing yet, or it is gone again. (Of a backward
-    in halves it stays for the second.) What earlier stages made is counted as received, or it goes
-    straight to a later stage.
-    """
-    own = {op for block in blocks for op in block.ops}
-    first = {name: k for k in reversed(range(len(blocks))) for name, _ in blocks[k].saved}
-    adding = _adding(blocks)
-    forward = backward = behind = 0
-    for k in reversed(range(len(blocks))):
-        earlier = (values[name] for name in blocks[k].waiting if name in values)
-        waiting = sum(value.bytes for value in earlier if value.producer < begin)
-        returning = _returning(blocks[k], begin + k, begin + len(blocks), values)
-        forward = max(forward, blocks[k].forward_workspace_bytes - behind - waiting)
-        needed = blocks[k].backward_workspace_bytes + adding[k]
-        backward = max(backward, needed - behind - returning)
-        behind += sum(
-            size
-            for name, size in blocks[k].saved
-            if first[name] == k and name.partition("/")[0] in own
-        )
-    return forward, backward
-
-
-def _adding(blocks: Sequence[Block]) -> list[int]:
-    """By block, what is there in its backward of the gradients of weights that several blocks read.
-
-    Such a one adds up from the last of them to the first: autograd makes each sum beside what it is
-    of.
-    """
-    readers: dict[str, list[int]] = {}
-    for k, block in enumerate(blocks):
-        for name, _ in block.trained:
-            readers.setdefault(name, []).append(k)
-    found, beside = [0] * len(blocks), [0] * len(blocks)
-    sizes = dict(one for block in blocks for one in block.trained)
-    for name, places in readers.items():
-        if len(places) > 1:
-            for k in range(places[0], places[-1] + 1):
-                found[k] += sizes[name]
-            for k in places[:-1]:
-                beside[k] = max(beside[k], sizes[name])
-    return [sum(both) for both in zip(found, beside, strict=True)]
-
-
-def _returning(block: Block, k: int, end: int, values: Mapping[str, Value]) -> int:
-    """Of what `block`, the chain's k-th, needs backward: gradients that no block behind it gives.
-
-    These come from other stages, and count as received, or go straight to an earlier one.
-    """
-    returning = (values[name] for name in block.returning if name in values)
-    return sum(value.bytes for value in returning if not any(k < c < end for c in value.consumers))
-
-
-def with_segments(
-    chain: Chain, cost: StageCost, begin: int, end: int, segments: checkpoints.Segments
-) -> StageCost:
-    """The stage of the blocks [begin, end), of this cost otherwise, if it has these segments."""
-    if not segments:
-        return cost
-    found = checkpoints.segment_cost(chain, begin, end, segments)
-    forward = cost.forward_workspace_bytes
-    return replace(
-        cost,
-        saved_bytes=found.kept_bytes + cost.written_bytes,
-        again_bytes=found.again_bytes,
-        again_ms=found.again_ms,
-        # Between its halves a backward holds all that was computed again.
-        arriving_bytes=cost.arriving_bytes + found.all_again_bytes - found.again_bytes,
-        passing_bytes=cost.returned_bytes,  # from the rest a segment may compute again
-        backward_workspace_bytes=max(cost.backward_workspace_bytes, forward),
-        input_workspace_bytes=max(cost.input_workspace_bytes, forward),
     )

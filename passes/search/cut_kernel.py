@@ -3,7 +3,7 @@
 import numpy as np
 
 from fxpipe.jit import compiled
-from fxpipe.passes.partition_stages import FRAGMENTATION
+from fxpipe.passes.partition_blocks import FRAGMENTATION
 from fxpipe.passes.simulate_event_kernel import BACKWARD, FORWARD, INPUT, WEIGHT
 
 

@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
+from random import Random
 
 import pytest
-from chains import KIB, block, plain
+from chains import KIB, block, halved_slowly, plain, random_chain
 from partitions import plan
 
 from fxpipe.errors import PlanError, ScheduleError
@@ -12,8 +13,9 @@ from fxpipe.ir import Block, Chain, CheckpointMode, Value
 from fxpipe.passes.checkpoints import place, recompute_table
 from fxpipe.passes.order import build
 from fxpipe.passes.partition import SOLVERS
+from fxpipe.passes.partition_blocks import FRAGMENTATION
 from fxpipe.passes.partition_costs import held_sets
-from fxpipe.passes.partition_stages import FRAGMENTATION, stage_costs
+from fxpipe.passes.partition_stages import StageCosts, stage_costs
 from fxpipe.passes.simulate_costs import Message, resting_bytes
 from fxpipe.schedule import Kind
 
@@ -47,6 +49,17 @@ def test_what_two_stages_share_is_held_once_on_one_device() -> None:
     assert [s.static_bytes for s in stages] == [17, 200, 17]
     assert resting_bytes(stages, (0, 1, 0), 2) == [17, 200]
     assert resting_bytes(stages, (0, 1, 1), 2) == [17, 217]
+
+
+def test_what_cuts_cost_hangs_on_no_others_that_were_asked_for() -> None:
+    random = Random(0)
+    chain = halved_slowly(random_chain(random, 12, n_skips=4), random)
+    costs = StageCosts(chain, training_factor=2.0)
+
+    for _ in range(50):
+        cuts = sorted(random.sample(range(1, 12), random.randint(0, 5)))
+
+        assert costs(cuts) == stage_costs(chain, cuts, training_factor=2.0)
 
 
 def test_workspace_is_the_largest_of_a_block() -> None:
