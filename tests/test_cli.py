@@ -11,6 +11,7 @@ import torch
 from commands import MODEL, refused, run
 from typer.testing import Result
 
+import fxpipe
 from fxpipe import target as targets
 from fxpipe.runtime import load
 
@@ -41,6 +42,10 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = run("compile", folder / "net.py", "--devices", "cpu*2", "-o", out)
     assert result.exit_code == 0, result.output
     return out
+
+
+def test_version_is_told():
+    assert run("--version").output == f"fxpipe {fxpipe.__version__}\n"
 
 
 def test_compile_shows_the_plan_and_inspect_the_same_again():

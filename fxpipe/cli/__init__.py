@@ -5,8 +5,11 @@ Exit codes: 0 done, 1 the answer is no (verify found a difference), 2 wrong use 
 `--help` is quick.
 """
 
+from typing import Annotated
+
 import typer
 
+from fxpipe import __version__
 from fxpipe.cli.check import inspect_command, verify_command
 from fxpipe.cli.compile import compile_command
 from fxpipe.cli.plan import plan_command
@@ -18,8 +21,24 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="A compiler for pipeline parallelism in PyTorch.",
 )
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fxpipe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Which it is.")
+    ] = False,
+) -> None:
+    """A compiler for pipeline parallelism in PyTorch."""
+
+
 app.command("compile")(compile_command)
 app.command("plan")(plan_command)
 app.command("profile")(profile_command)
