@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fxpipe.chain_file import ChainFile
@@ -9,7 +10,7 @@ from fxpipe.costing import costed
 from fxpipe.costs.criterion import Loss
 from fxpipe.costs.optimizer import optimizer_of
 from fxpipe.costs.profile_file import costs_of, is_analytic
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.ir import GIVEN, CheckpointMode, Plan
 from fxpipe.passes import order
 from fxpipe.passes.bound.lower import bytes_free, lower_bound_ms
@@ -130,6 +131,24 @@ def named(question: Question) -> Iterator[Answer]:
             yield Answer(name, plan, "", time.perf_counter() - start)
         except FxpipeError as error:
             yield Answer(name, None, str(error), time.perf_counter() - start)
+
+
+def one_device_ms(question: Question) -> float | None:
+    """The step on one device alone, the largest, nothing computed again; None if it doesn't fit.
+
+    Where messages take long, that is shorter than on all of them.
+    """
+    alone = replace(
+        question,
+        n_devices=1,
+        capacity_bytes=(max(question.capacity_bytes),),
+        checkpoint=CheckpointMode.NEVER,
+        loops=None,
+    )
+    with suppress(PlanError):
+        plan = planned(alone, "1f1b", table_of("1f1b", 1, alone.n_microbatches, None))
+        return plan.estimate.step_ms
+    return None
 
 
 def _bound_ms(q: Question) -> float:

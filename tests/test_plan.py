@@ -130,6 +130,27 @@ def test_the_best_plan_and_named_ones_beside_it(tmp_path: Path) -> None:
     assert facts["step_ms"] <= min(steps.values()) * (1 + 1e-9)
 
 
+def test_one_device_alone_is_told_where_messages_take_longer(tmp_path: Path) -> None:
+    asked = ["--devices", "2", "--microbatches", "4", "--schedule", "gpipe"]
+    told = {}
+    for latency_ms in (0.0, 1000.0):
+        chain = str(written(tmp_path, latency_ms=latency_ms))
+        # Six blocks of 7 ms, four micro-batches.
+        assert plan("--chain", chain, *asked)["one_device_ms"] == pytest.approx(168.0)
+        told[latency_ms] = CliRunner().invoke(app, ["plan", "--chain", chain, *asked]).stdout
+
+    assert "one device alone takes 168 ms" in told[1000.0]
+    assert "alone" not in told[0.0]
+
+
+def test_one_device_that_is_too_small_is_none(tmp_path: Path) -> None:
+    chain = written(tmp_path, capacity_bytes=420)
+
+    facts = plan("--chain", chain, "--devices", 2, "--microbatches", 4, "--schedule", "1f1b")
+
+    assert facts["one_device_ms"] is None
+
+
 def test_one_schedule_alone(tmp_path: Path) -> None:
     facts = plan(
         "--chain", written(tmp_path), "--devices", 2, "--microbatches", 2, "--schedule", "gpipe"

@@ -94,7 +94,13 @@ def plan_command(
         from fxpipe.costs.capacity import capacities
         from fxpipe.costs.first_microbatch import check_rows
         from fxpipe.costs.topology import network_of
-        from fxpipe.planner import answered, chain_question, model_question, named
+        from fxpipe.planner import (
+            answered,
+            chain_question,
+            model_question,
+            named,
+            one_device_ms,
+        )
         from fxpipe.runtime.device_names import parse_devices
         from fxpipe.schedule import Schedule
         from fxpipe.settings import check_settings, table_of, usual_microbatches
@@ -149,7 +155,8 @@ def plan_command(
                 progress=progress,
             )
         others = [] if schedule else list(named(question))
+        alone_ms = one_device_ms(question)
         answer(
-            report_plan.plan_json(question, found, others),
-            report_plan.plan_table(question, found, others),
+            report_plan.plan_json(question, found, others, alone_ms),
+            report_plan.plan_table(question, found, others, alone_ms),
         )

@@ -14,14 +14,17 @@ from fxpipe.show.table import new_table, spaced
 from fxpipe.show.texts import bytes_text, ms_text, plural
 
 
-def plan_json(question: Question, found: Answer, others: Sequence[Answer]) -> dict[str, Any]:
+def plan_json(
+    question: Question, found: Answer, others: Sequence[Answer], alone_ms: float | None
+) -> dict[str, Any]:
     """The best plan; times in ms, bytes by device, `schedule` as rows of cells.
 
-    With recomputation `recomputed` has the runs of blocks, by stage, and what they add.
+    `one_device_ms` is the step on one of them alone, None where it doesn't fit. With recomputation
+    `recomputed` has the runs of blocks, by stage, and what they add.
     """
     plan = found.plan
     assert plan is not None
-    facts = {**_plan_json(plan), "seconds": found.seconds}
+    facts = {**_plan_json(plan), "seconds": found.seconds, "one_device_ms": alone_ms}
     if question.recompute:
         facts["recomputed"] = [[list(run) for run in runs] for runs in plan.segments]
         facts["recompute_ms"] = _again_ms(question, plan)
@@ -48,8 +51,13 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def plan_table(question: Question, found: Answer, others: Sequence[Answer]) -> RenderableType:
-    """A line for each plan, the shortest step first; then the best one's stages."""
+def plan_table(
+    question: Question, found: Answer, others: Sequence[Answer], alone_ms: float | None
+) -> RenderableType:
+    """A line for each plan, the shortest step first; then the best one's stages.
+
+    And `alone_ms`, the step on one device alone, where that is shorter.
+    """
     plan = found.plan
     assert plan is not None
     headings = ("schedule", "stages", "step", "bubble", "peak", "gap", "solver", "seconds")
@@ -59,7 +67,7 @@ def plan_table(question: Question, found: Answer, others: Sequence[Answer]) -> R
         table.add_row(*_line(answer, its_plan))
     parts: list[RenderableType] = [_heading(question), table]
     parts += [f"{other.schedule}: {escape(other.why_not)}" for other in others if not other.plan]
-    parts.append(_best(question, plan))
+    parts.append(_best(question, plan, alone_ms))
     return spaced(parts)
 
 
@@ -85,7 +93,7 @@ def _line(answer: Answer, plan: Plan) -> list[str]:
     ]
 
 
-def _best(question: Question, plan: Plan) -> str:
+def _best(question: Question, plan: Plan, alone_ms: float | None) -> str:
     bounds = (0, *plan.cuts, len(question.chain.blocks))
     lines = [
         f"stage {j} on device {device}: blocks {bounds[j]} to {bounds[j + 1] - 1}"
@@ -96,6 +104,11 @@ def _best(question: Question, plan: Plan) -> str:
         ordered = plan.solver == ORDERED
         what = "order of these actions" if ordered else "plan of this chain on these devices"
         lines.append(f"no {what} takes less than {ms_text(plan.bound_ms)}")
+    if alone_ms is not None and alone_ms < plan.estimate.step_ms:
+        lines.append(
+            f"one device alone takes {ms_text(alone_ms)}: messages take longer than what more "
+            "devices save"
+        )
     if plan.segments:
         lines.append(
             f"computing again adds {ms_text(_again_ms(question, plan))} to a micro-batch, over "
