@@ -105,10 +105,7 @@ def _best(question: Question, plan: Plan, alone_ms: float | None) -> str:
         what = "order of these actions" if ordered else "plan of this chain on these devices"
         lines.append(f"no {what} takes less than {ms_text(plan.bound_ms)}")
     if alone_ms is not None and alone_ms < plan.estimate.step_ms:
-        lines.append(
-            f"one device alone takes {ms_text(alone_ms)}: messages take longer than what more "
-            "devices save"
-        )
+        lines.append(f"one device alone takes {ms_text(alone_ms)}, less than the best plan of all")
     if plan.segments:
         lines.append(
             f"computing again adds {ms_text(_again_ms(question, plan))} to a micro-batch, over "
