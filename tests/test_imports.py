@@ -110,7 +110,7 @@ def passes_that_may_be_imported_by(name: str) -> tuple[str, ...]:
         family = (other for other in KNOWN if other.startswith("fxpipe.passes.partition"))
         return (*family, *orders, *simulator, "fxpipe.passes.checkpoints")
     if name.startswith("fxpipe.passes.search"):
-        priced = ("costs", "path", "stages", "tidy")
+        priced = ("blocks", "costs", "path", "tidy")
         partition = (f"fxpipe.passes.partition_{part}" for part in priced)
         others = ("search", "bound", "partition", "checkpoints")
         return (*orders, *simulator, *partition, *(f"fxpipe.passes.{other}" for other in others))
