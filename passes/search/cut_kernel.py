@@ -30,7 +30,7 @@ def static_bytes(begin, end, ends, befores, sizes):  # type: ignore[no-untyped-d
 
 @compiled
 def adding_bytes(begin, end, ends, befores, afters, sizes):  # type: ignore[no-untyped-def]
-    """The gradients that add up in a backward, as partition_stages has it."""
+    """The gradients that add up in a backward, as partition_blocks has it."""
     total, largest = 0, 0
     for k in range(ends[begin - 1] if begin > 0 else 0, ends[end - 1]):
         if befores[k] < begin and afters[k] < end:
@@ -202,7 +202,7 @@ def cut(  # type: ignore[no-untyped-def]
             )
             if not sends_back[j]:
                 of_inputs, of_weights = of_both, of_both
-            # As partition_stages has it, but for what it knows not to be there at the same time.
+            # As partition_blocks has it, but for what it knows not to be there at the same time.
             share = int(np.ceil(FRAGMENTATION * (static + kept + comes)))
             if again[begin:end].any():
                 of_both, of_inputs = max(of_both, needed), max(of_inputs, needed)
