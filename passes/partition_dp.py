@@ -226,8 +226,8 @@ def _first_starts(
 
 
 def _workspace_bytes(block: Block) -> int:
-    forward = max(block.forward_workspace_bytes, block.loss_bytes)
-    return max(forward, block.backward_workspace_bytes)
+    """The most that it needs while it runs, forward or backward."""
+    return max(block.forward_workspace_bytes, block.loss_bytes, block.backward_workspace_bytes)
 
 
 def _descend(score: Scorer, cuts: Cuts, last: int) -> Cuts:

@@ -104,8 +104,8 @@ def _best(question: Question, plan: Plan, alone_ms: float | None) -> str:
         ordered = plan.solver == ORDERED
         what = "order of these actions" if ordered else "plan of this chain on these devices"
         lines.append(f"no {what} takes less than {ms_text(plan.bound_ms)}")
-    if alone_ms is not None and alone_ms < plan.estimate.step_ms:
-        lines.append(f"one device alone takes {ms_text(alone_ms)}, less than the best plan of all")
+    if question.n_devices > 1 and alone_ms is not None and alone_ms < plan.estimate.step_ms:
+        lines.append(f"one device alone takes {ms_text(alone_ms)}, less than all of them")
     if plan.segments:
         lines.append(
             f"computing again adds {ms_text(_again_ms(question, plan))} to a micro-batch, over "
