@@ -20,8 +20,8 @@
 6. Where memory is short, it is weighed against named schedules (named.py).
 
 Climbs go side by side in as many threads as there are workers. What a search does hangs on `seed`
-and on the actions that it simulates, for which the time limit and the number of workers stand; the
-limit in seconds only guards it.
+and on the actions that it simulates, for which the time limit and the number of workers stand. The
+limit in seconds guards it: a machine that is much slower does less of all of this.
 """
 
 import time
@@ -42,6 +42,8 @@ from fxpipe.schedule import Schedule
 
 # Actions simulated in a second by one core of 2024, with what is done besides to choose moves.
 _WORK_PER_SECOND = 1_500_000
+# A machine so much slower does less of everything, rather than nothing of what comes last.
+_SLOW = 1.3
 # What comes after the search, of its time.
 _FINISH_S = 0.4
 _LATE = 30  # moves: a change that is no worse than what stood so long ago is kept
@@ -123,19 +125,19 @@ class Search:
             alone = self.problem.table is not None or first.worth[0] > 0
             short = self._is_short(climbs, first)
             for_forms = _FORMS_SHORT if alone or any(first.candidate.prices) else _FORMS
-            for_moves = _MOVES_ALONE if alone else _MOVES
-            climbs = self._formed(pool, climbs, first, for_forms * self.budget, short)
+            for_moves = (_MOVES_ALONE if alone else _MOVES) / (1 - for_forms)
+            climbs, left = self._formed(pool, climbs, first, for_forms, short)
             if short:
                 climbs = climbs[: self.n_climbs]
                 list(pool.map(self._settle, climbs))
                 climbs = self._in_copies(climbs, self.n_climbs // 2)
                 move = partial(self._climb, move=self._refined)
-                climbs = self._rounds(pool, climbs, (1 - for_forms) * self.budget, move)
+                climbs = self._rounds(pool, climbs, left, move)
             else:
                 climbs = self._in_copies(climbs, self.n_climbs)
                 move = partial(self._climb, move=self._tried)
-                climbs = self._rounds(pool, climbs, for_moves * self.budget, move)
-                work = (1 - for_forms - for_moves) * self.budget / len(climbs)
+                climbs = self._rounds(pool, climbs, for_moves * left, move)
+                work = (1 - for_moves) * left / len(climbs)
                 list(pool.map(partial(self._refine, work=work), climbs))
         return min((climb.best for climb in climbs), key=lambda found: found.worth)
 
@@ -215,21 +217,32 @@ class Search:
         return _climb_from(replace(found, work=work), random)
 
     def _formed(
-        self, pool: Executor, begun: list[_Climb], first: Found, work: float, short: bool
-    ) -> list[_Climb]:
-        """The best of what is begun, `first` of all, and of the forms of each map of stages."""
+        self, pool: Executor, begun: list[_Climb], first: Found, share: float, short: bool
+    ) -> tuple[list[_Climb], float]:
+        """The best of what is begun, `first` of all, and of the forms of each map of stages.
+
+        These have a `share` of the work. With it comes how much is left to be done.
+        """
         drawn = [
             Forms(self.judge, first.candidate.prices[0], Random(f"{self.seed} {k}"), short=short)
             for k in range(self.n_workers)
         ]
-        list(pool.map(lambda forms: forms.draw(work / len(drawn), self._is_enough), drawn))
+        work, began_at = share * self.budget, time.monotonic()
+        late_at = began_at + _SLOW * share * self.time_limit_s
+
+        def is_enough(found: Found) -> bool:
+            return self._is_enough(found) or time.monotonic() > late_at
+
+        done = sum(pool.map(lambda forms: forms.draw(work / len(drawn), is_enough), drawn))
         best: dict[tuple[int, ...], Found] = {}
         for device_of, found in (one for forms in drawn for one in forms.best.items()):
             best[device_of] = min(best.get(device_of, found), found, key=lambda one: one.worth)
         of_forms = [_climb_from(one, Random(f"{self.seed} {at}")) for at, one in best.items()]
         climbs = sorted((*begun, *of_forms), key=lambda climb: climb.best.worth)[:_BEGUN]
         self._tell(climbs[0].best)
-        return climbs
+        now = time.monotonic()
+        left, possible = self.budget - work, (self.ends_at - now) * done / (now - began_at)
+        return climbs, left if left < _SLOW * possible else max(0.0, possible)
 
     def _climb(self, climb: _Climb, work: float, move: Callable[[Found, Random], Found]) -> None:
         """Moves, as long as they simulate no more than `work` actions."""

@@ -83,19 +83,21 @@ class Forms:
         self.best: dict[tuple[int, ...], Found] = {}
         self._tried: list[tuple[tuple[int, float], Form]] = []  # the best, in order
 
-    def draw(self, work: float, is_enough: Callable[[Found], bool]) -> None:
-        """As many as can be judged by simulating `work` actions."""
-        while work > 0:
+    def draw(self, work: float, is_enough: Callable[[Found], bool]) -> float:
+        """As many as can be judged by simulating `work` actions; gives how many that took."""
+        left = work
+        while left > 0:
             form = self._next()
             found, taken = self._judged(form)
-            work -= taken
+            left -= taken
             insort(self._tried, (found.worth, form), key=lambda tried: tried[0])
             del self._tried[_BEST:]
             known = self.best.get(found.candidate.device_of)
             if known is None or found.worth < known.worth:
                 self.best[found.candidate.device_of] = found
             if is_enough(found):
-                return
+                break
+        return work - left
 
     def _judged(self, form: Form) -> tuple[Found, float]:
         """The best of a form, its shares made to follow what devices have too much to do."""

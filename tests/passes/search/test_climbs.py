@@ -18,7 +18,7 @@ from fxpipe.passes.partition_costs import evaluate
 from fxpipe.passes.partition_path import even_path
 from fxpipe.passes.search import climbs
 from fxpipe.passes.search.climbs import Search
-from fxpipe.passes.search.judge import Candidate, Judge, shapes
+from fxpipe.passes.search.judge import Candidate, Found, Judge, shapes
 from fxpipe.passes.search.plan import LOOPS, chain_loops, runs
 from fxpipe.passes.search.shift_kernel import critical_counts, critical_ms
 from fxpipe.passes.search.tables import table_of
@@ -364,6 +364,26 @@ def test_a_search_tells_of_each_better_step() -> None:
 
     assert told
     assert told[-1] <= told[0]
+
+
+def test_a_slow_machine_still_comes_to_what_a_search_ends_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = problem(random_chain(Random(5), 30, n_skips=4), 2, 4)
+    refine, refined = climbs.refined, []
+
+    def counted(judge: Judge, here: Found, random: Random) -> Found:
+        refined.append(here)
+        return refine(judge, here, random)
+
+    monkeypatch.setattr(climbs, "refined", counted)
+    # No machine does so much in a second.
+    monkeypatch.setattr(climbs, "_WORK_PER_SECOND", 1e12)
+    search = Search(asked, seed=0, time_limit_s=3.0)
+    search.bound_ms = 0.0
+    search.run()
+
+    assert len(refined) > 10
 
 
 def test_what_fits_nowhere_says_what_the_nearest_plan_lacks_and_what_would_help() -> None:
