@@ -118,12 +118,11 @@ class Search:
         """The best step found."""
         with ThreadPoolExecutor(self.n_workers) as pool:
             climbs = self._begun(pool)
-            # The first step of a process waits for machine code, and the first move.
-            self._refined(climbs[0].best, Random(self.seed))
-            self.ends_at = time.monotonic() + self.time_limit_s
             first = min((climb.best for climb in climbs), key=lambda found: found.worth)
             alone = self.problem.table is not None or first.worth[0] > 0
             short = self._is_short(climbs, first)
+            self._warm(climbs[0].best, short)
+            self.ends_at = time.monotonic() + self.time_limit_s
             for_forms = _FORMS_SHORT if alone or any(first.candidate.prices) else _FORMS
             for_moves = (_MOVES_ALONE if alone else _MOVES) / (1 - for_forms)
             climbs, left = self._formed(pool, climbs, first, for_forms, short)
@@ -140,6 +139,11 @@ class Search:
                 work = (1 - for_moves) * left / len(climbs)
                 list(pool.map(partial(self._refine, work=work), climbs))
         return min((climb.best for climb in climbs), key=lambda found: found.worth)
+
+    def _warm(self, found: Found, short: bool) -> None:
+        """The first step of a process, the first move and the first form wait for machine code."""
+        self._refined(found, Random(self.seed))
+        Forms(self.judge, 0, Random(self.seed), short=short).draw(1.0, lambda _: True)
 
     def _is_short(self, begun: list[_Climb], first: Found) -> bool:
         """Whether orders have to be made for memory: not all that is begun fits, but `first`.

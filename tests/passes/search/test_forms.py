@@ -9,6 +9,7 @@ from searches import problem
 
 from fxpipe.ir import Link, Network
 from fxpipe.passes import order
+from fxpipe.passes.search import climbs
 from fxpipe.passes.search.climbs import Search
 from fxpipe.passes.search.forms import Form, Forms
 from fxpipe.passes.search.judge import Candidate, Judge
@@ -83,7 +84,10 @@ def test_where_an_order_is_given_forms_keep_it_and_its_map() -> None:
     assert all(found.candidate.table is table for found in forms.best.values())
 
 
-def test_where_a_named_schedule_is_the_best_begun_with_forms_are_of_any_number_of_stages() -> None:
+def test_where_a_named_schedule_is_the_best_begun_with_forms_are_of_any_number_of_stages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(climbs, "_SLOW", 1e3)
     blocks = [block(f"b{k}", 1.0, 2.0, saved=KIB, weight_gradient_ms=1.0) for k in range(16)]
     asked = problem(plain(blocks, 0), 4, 8, 16 * KIB, network=Network(Link(0.0, 1e6)))
     search = Search(asked, seed=0, time_limit_s=1.0)
@@ -91,7 +95,7 @@ def test_where_a_named_schedule_is_the_best_begun_with_forms_are_of_any_number_o
     with ThreadPoolExecutor(1) as pool:
         begun = search._begun(pool)
         first = min((climb.best for climb in begun), key=lambda found: found.worth)
-        climbs, _ = search._formed(pool, begun, first, 0.1, short=False)
+        formed, _ = search._formed(pool, begun, first, 1e5 / search.budget, short=False)
 
     assert first.candidate.table is not None
-    assert any(len(climb.best.candidate.device_of) % 4 for climb in climbs)
+    assert any(len(climb.best.candidate.device_of) % 4 for climb in formed)
