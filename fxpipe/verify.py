@@ -110,7 +110,7 @@ def verify(
     notes = {f"{reason}: compared by micro-batch" for reason in apart.values() if reason}
     if apart[True] is None:
         with fresh(pipe, training=True):
-            found = case.run_pipe(pipe)
+            found = case.run_pipe(pipe, outputs)
             note("backward(): outputs", found, case.merged(outputs, training=True))
             note("backward(): gradients", _gradients(pipe), gradients)
             note("backward(): buffers", _buffers(pipe), buffers)
@@ -124,7 +124,7 @@ def verify(
                     notes |= _no_means(case, plain, outputs)
             with fresh(pipe, training=False):
                 if apart[False] is None:
-                    found = case.run_pipe(pipe)
+                    found = case.run_pipe(pipe, outputs)
                     note("eval(): outputs", found, case.merged(outputs, training=False))
                 else:
                     note("eval(): outputs", case.each(case.run_runner(pipe)), case.each(outputs))

@@ -19,10 +19,9 @@ from fxpipe.no_checkpoints import no_checkpoints
 from fxpipe.precision import in_precision
 from fxpipe.runtime import Pipeline, Runner
 from fxpipe.runtime.backward import differentiable
-from fxpipe.runtime.fit import sizes_of
 from fxpipe.runtime.leaves import in_mode, places
-from fxpipe.runtime.manifest import Manifest, TensorSpec
-from fxpipe.runtime.microbatch import bind, merged_dim
+from fxpipe.runtime.manifest import Manifest
+from fxpipe.runtime.microbatch import merged_dim
 from fxpipe.runtime.random import microbatch_seeds
 from fxpipe.runtime.structure import describe, rebuild
 from fxpipe.target import Target
@@ -81,12 +80,15 @@ class Case:
             for k, tensor in enumerate(part)
         }
 
-    def run_pipe(self, pipe: nn.Module) -> dict[str, Tensor]:
-        """Outputs by name; unless gradients are off, the pipe's are accumulated by backward()."""
+    def run_pipe(self, pipe: nn.Module, by_part: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
+        """Outputs by name; unless gradients are off, the pipe's are accumulated by backward().
+
+        `by_part` are the outputs that `run_plain` gave.
+        """
         args, kwargs = self.whole.arguments()
         output = pipe(*args, **kwargs)
         if torch.is_grad_enabled():
-            torch.autograd.backward(self._loss_of_whole(output))
+            torch.autograd.backward(self._loss_of_whole(output, by_part))
         return {f"output {k}": tensor.detach() for k, tensor in enumerate(describe(output)[1])}
 
     def step(self, pipe: Pipeline) -> list[list[Tensor]]:
@@ -151,16 +153,15 @@ class Case:
             if dim is None and tensor.dim() == 0 and tensor.is_floating_point()
         }
 
-    def _loss_of_whole(self, output: Any) -> Tensor:
+    def _loss_of_whole(self, output: Any, by_part: Sequence[Sequence[Tensor]]) -> Tensor:
         """The micro-batches' losses, weighted; of the whole where outputs can't be divided."""
         structure, tensors = describe(output)
         dims = self._batch_dims(training=True)
         if None in dims:
             return self.loss(output, self.whole.wanted)
-        specs = self._specs(training=True)
         divided = [
-            torch.split(tensor, [spec.sizes(self._sizes(part))[dim] for part in self.parts], dim)
-            for tensor, spec, dim in zip(tensors, specs, dims, strict=True)
+            torch.split(tensor, [part.size(dim) for part in parts], dim)
+            for tensor, dim, *parts in zip(tensors, dims, *by_part, strict=True)
             if dim is not None
         ]
         losses = [
@@ -172,18 +173,10 @@ class Case:
     def _share(self, part: _MicroBatch) -> float:
         return part.rows / self.whole.rows
 
-    def _sizes(self, part: _MicroBatch) -> dict[str, int]:
-        given = bind(self.manifest, part.args, part.kwargs)
-        return sizes_of(self.manifest, given) | {"batch": part.rows}
-
-    def _specs(self, training: bool) -> list[TensorSpec]:
-        """Of each output tensor, what is known of it."""
-        structure = in_mode(self.manifest.output_structure, training)
-        return [self.manifest.outputs[place].spec for place in places(structure)]
-
     def _batch_dims(self, training: bool) -> list[int | None]:
         """Of each output tensor, the dimension that grows with the batch."""
-        return [merged_dim(spec) for spec in self._specs(training)]
+        structure = in_mode(self.manifest.output_structure, training)
+        return [merged_dim(self.manifest.outputs[place].spec) for place in places(structure)]
 
 
 def case_of(

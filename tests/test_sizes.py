@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from flat import verified
 from torch import nn
 
 import fxpipe
@@ -127,3 +128,56 @@ def test_rows_that_no_arithmetic_tells_are_counted_as_they_come(tmp_path):
     pipe.load_state_dict(model.state_dict())
     x = torch.randn(6, 8)
     torch.testing.assert_close(pipe(x), torch.cat([model(x[:3]), model(x[3:])]))
+
+
+class Routed(nn.Module):
+    """Rows go to experts, sorted by expert and split by how many each has."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+        self.router = nn.Linear(8, 3)
+        self.experts = nn.Parameter(torch.randn(3, 8, 8))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        _, chosen = self.router(self.mix(x)).max(-1)
+        order = chosen.argsort(stable=True)
+        counts = torch.histc(chosen.to(x.dtype), bins=3, min=0, max=3).long()
+        parts = torch.split(x[order], counts.tolist())
+        out = torch.cat([part @ self.experts[k] for k, part in enumerate(parts)])
+        kept = out[out.sum(1) > 0]
+        scale = torch.ones(kept.size(0), dtype=x.dtype) / kept.size(0)
+        return self.head(torch.zeros_like(out).index_copy(0, order, out)) * scale.sum()
+
+
+def test_rows_are_split_by_numbers_that_depend_on_data(tmp_path):
+    model = Routed().double()
+    x = torch.randn(12, 8, dtype=torch.float64)
+    package = fxpipe.compile(model, (x,), devices="cpu*2", microbatches=2)
+    text = "".join(package.files.values())
+    assert "kept.size(0)" in text
+    assert "torch.ops" not in text
+    pipe = fxpipe.load(package.write(tmp_path / "out")).double()
+    pipe.load_state_dict(model.state_dict())
+    x = torch.randn(16, 8, dtype=torch.float64)
+    torch.testing.assert_close(pipe(x), torch.cat([model(x[:8]), model(x[8:])]))
+
+
+class Selected(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        mixed = self.mix(x)
+        return self.head(mixed[x[:, 0] > 0]), mixed
+
+
+def test_rows_that_are_selected_are_put_together(tmp_path):
+    verified(Selected, lambda rows: {"x": torch.randn(rows, 8)}, tmp_path)
+    pipe, model = fxpipe.load(tmp_path / "out"), Selected()
+    pipe.load_state_dict(model.state_dict())
+    x = torch.randn(10, 8)
+    torch.testing.assert_close(pipe(x), model(x))

@@ -1,5 +1,6 @@
 """Dynamo's graph under the model's own names, with its checkpoint regions opened."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,12 @@ _SKIPPED: tuple[Target, ...] = (
     torch.ops.aten._assert_scalar.default,
     torch.ops.aten._assert_async.msg,
 )
+# Dynamo's ops that read a size which depends on data, and what a tensor calls them.
+_METHODS: dict[Target, str] = {
+    torch.ops.aten.sym_size.int: "size",
+    torch.ops.aten.sym_numel.default: "numel",
+    torch.ops.aten.sym_stride.int: "stride",
+}
 
 
 def own_graph(
@@ -159,17 +166,19 @@ class _Builder:
             return self.read(self.values[old], module)
 
         args, kwargs = fx.map_arg(node.args, new), fx.map_arg(node.kwargs, new)
-        target, name = node.target, node.name
+        op, target, name = node.op, node.target, node.name
         function = function_of(node)
         if function is not None:
             target = self._own(function, node).apply
+        elif target in _METHODS:
+            op, target = "call_method", _METHODS[target]
         elif isinstance(target, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
             target = public(target, node)
         if name.startswith(("child", "trampoline")):  # words of pytree's and of Dynamo's
             name = "output"
-        made = self.graph.create_node(node.op, target, args, kwargs, name)
+        made = self.graph.create_node(op, target, args, kwargs, name)
         made.meta = {
-            "val": node.meta.get("example_value"),
+            "val": _fake(node, args),
             "module": module,
             "call": call,
             "stack": stack,
@@ -194,6 +203,14 @@ class _Builder:
         placeholders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
         self.values.update(zip(placeholders, arguments, strict=True))
         return self.copy(body.graph)
+
+
+def _fake(node: fx.Node, args: Sequence[Any]) -> Any:
+    """The node's fake value. Dynamo gives none to the items of a tensor that `tolist` reads."""
+    found = node.meta.get("example_value")
+    if found is None and node.target is operator.getitem and isinstance(args[0], fx.Node):
+        found = args[0].meta["val"][args[1]]
+    return found
 
 
 def _attribute(owner: torch.nn.Module, target: str) -> Any:

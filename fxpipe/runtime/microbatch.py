@@ -12,7 +12,7 @@ from fxpipe.errors import InputError
 from fxpipe.runtime.backward import differentiable
 from fxpipe.runtime.fit import misfits
 from fxpipe.runtime.leaves import in_mode, leaves, places
-from fxpipe.runtime.manifest import Manifest, OutputSpec, TensorSpec
+from fxpipe.runtime.manifest import UNKNOWN, Manifest, OutputSpec, TensorSpec
 from fxpipe.runtime.structure import tensors_of
 
 
@@ -175,9 +175,14 @@ def refuse_unmergeable(manifest: Manifest, training: bool) -> None:
 
 
 def merged_dim(spec: TensorSpec) -> int | None:
-    """The dimension that grows with the batch, along which outputs are put together."""
-    grows = [dim for dim, size in enumerate(spec.shape) if "batch" in str(size)]
-    return grows[0] if grows else None
+    """The dimension that grows with the batch, along which outputs are put together.
+
+    Where none is known to, the first whose size depends on data: as of rows that are selected.
+    """
+    sizes = [str(size) for size in spec.shape]
+    grows = [dim for dim, size in enumerate(sizes) if "batch" in size]
+    open_ = [dim for dim, size in enumerate(sizes) if UNKNOWN in size]
+    return next(iter((*grows, *open_)), None)
 
 
 def gather(output: OutputSpec, pieces: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
