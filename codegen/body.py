@@ -105,7 +105,7 @@ class Body:
                 yield from self._delete()
 
     def _enter(self, region: Region) -> Iterator[Line]:
-        """What runs under another grad mode or autocast stands below a `with`."""
+        """What runs under other settings stands below a `with`."""
         if region == self._region:
             return
         yield from self._branch(None)
@@ -281,6 +281,10 @@ def _settings(region: Region) -> Iterator[str]:
     for each in region.autocasts:
         cache = "" if each.cache is None else f", cache_enabled={each.cache}"
         yield f"torch.autocast(device.type, dtype={each.dtype}, enabled={each.enabled}{cache})"
+    if region.kernels is not None:
+        chosen = ", ".join(f"SDPBackend.{name}" for name in region.kernels.names)
+        order = ", set_priority=True" if region.kernels.in_order else ""
+        yield f"sdpa_kernel([{chosen}]{order})"
 
 
 def _unparenthesized(code: str) -> str:

@@ -147,6 +147,7 @@ def _imports(
     lines += ["from fxpipe.runtime.segment import checkpoint"] * recomputes
     lines.append("from torch import Tensor, nn" if "Tensor" in code else "from torch import nn")
     lines += ["from torch.nn import functional as F"] * used("F")
+    lines += ["from torch.nn.attention import SDPBackend, sdpa_kernel"] * used("SDPBackend")
     named = sorted(b.name for b in blocks if re.search(rf"(?<![\w.]){b.name}\(", code))
     own = [f"from .blocks import {', '.join(named)}"] if named else []
     own += functions_imported(capture, code)

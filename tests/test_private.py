@@ -80,6 +80,9 @@ PRIVATE = {
     "torch.autograd.grad_mode._exit_inference_mode": "ops/regions.py",
     "torch.amp.autocast_mode._enter_autocast": "ops/regions.py",
     "torch.amp.autocast_mode._exit_autocast": "ops/regions.py",
+    "torch.nn.attention._backend_from_string": "ops/regions.py",
+    "torch.nn.attention._cur_sdpa_kernel_backends": "runtime/attention.py",
+    "torch.nn.attention._sdpa_kernel": "ops/regions.py, runtime/attention.py",
     "torch._C._nn.scaled_dot_product_attention": "capture/modes.py",
     "torch._dynamo.exc.TensorifyScalarRestartAnalysis": "capture/frame.py",
     "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx": (

@@ -1,4 +1,7 @@
-"""Under which grad mode and autocast an op runs: known of each op, so that a cut may part two."""
+"""Under which settings an op runs: known of each op, so that a cut may part two.
+
+They are grad mode, autocast, and which kernels attention may take.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,6 +10,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fxpipe.runtime.attention import kernels_in_order
 
 REGION = "region"  # key of a node's meta
 
@@ -22,11 +29,23 @@ class Autocast:
 
 
 @dataclass(frozen=True, slots=True)
+class Kernels:
+    """Those that `torch.nn.attention.sdpa_kernel` lets attention take; the first if `in_order`."""
+
+    names: tuple[str, ...]
+    in_order: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Region:
-    """What is switched on around an op: gradients, and autocasts from the outermost in."""
+    """What is switched on around an op: gradients, and autocasts from the outermost in.
+
+    Attention takes one of these kernels; None leaves that as it is.
+    """
 
     grad: bool = True
     autocasts: tuple[Autocast, ...] = ()
+    kernels: Kernels | None = None
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -38,6 +57,9 @@ class Region:
                 stack.enter_context(
                     torch.autocast(each.device_type, each.dtype, each.enabled, each.cache)
                 )
+            if self.kernels is not None:
+                backends = [getattr(SDPBackend, name) for name in self.kernels.names]
+                stack.enter_context(sdpa_kernel(backends, set_priority=self.kernels.in_order))
             yield
 
 
@@ -61,6 +83,15 @@ def behind(node: fx.Node, region: Region) -> Region | None:
         return replace(region, autocasts=(*region.autocasts, Autocast(*arguments)))
     if node.target is torch.amp.autocast_mode._exit_autocast:
         return replace(region, autocasts=region.autocasts[:-1])
+    if node.target is attention._backend_from_string:  # an argument of the next
+        return region
+    if node.target is attention._sdpa_kernel:
+        named, in_order = arguments
+        names, usual = tuple(one.args[0] for one in named), kernels_in_order()
+        # What is set where nothing is said is what a block leaves behind.
+        same = names == usual if in_order else {*names} == {*usual}
+        chosen = Kernels(names, in_order and len(names) > 1)
+        return replace(region, kernels=None if same else chosen)
     return None
 
 
@@ -104,4 +135,8 @@ class GraphSwitch:
         for each in region.autocasts:
             arguments = (each.device_type, each.dtype, each.enabled, each.cache)
             self._entered.append(call(torch.amp.autocast_mode._enter_autocast, arguments))
+        if region.kernels != self.region.kernels:
+            chosen = region.kernels or Kernels(kernels_in_order(), in_order=True)
+            named = [call(attention._backend_from_string, (name,)) for name in chosen.names]
+            call(attention._sdpa_kernel, (named, chosen.in_order))
         self.region = region

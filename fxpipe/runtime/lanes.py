@@ -17,6 +17,7 @@ import torch
 
 from fxpipe.runtime import stream
 from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.attention import kernels_in_order, let_take
 from fxpipe.runtime.mailbox import StoppedError
 from fxpipe.runtime.malloc import keep_freed_memory
 from fxpipe.runtime.stream import Device, Stream
@@ -69,6 +70,7 @@ class Lanes:
             for index, job in enumerate(jobs)
         ]
         begun: list[_Assignment] = []
+        kernels_before = kernels_in_order()
         try:
             sys.setswitchinterval(min(interval_before, _SWITCH_S))
             # One collection of what torch has loaded takes longer than most actions, and all lanes
@@ -91,6 +93,7 @@ class Lanes:
                 gc.enable()
             sys.setswitchinterval(interval_before)
             torch.set_num_threads(threads_before)
+            let_take(kernels_before)
         # Those that were told to stop come after the one that was the reason.
         failure = next((f for f in failures if not isinstance(f, StoppedError)), None)
         if failure is not None:

@@ -7,8 +7,10 @@ import torch
 from flat import compile_flat, verified
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxpipe
+from fxpipe.runtime.attention import kernels_in_order
 
 
 def body(model, *args):
@@ -74,6 +76,54 @@ def test_regions_are_with_blocks():
         "    z = x @ y.T",
         "return z.sum(1, keepdim=True) * x",
     ]
+
+
+def test_kernels_of_attention_are_with_blocks():
+    class Kernels(nn.Module):
+        def forward(self, x):
+            with sdpa_kernel(SDPBackend.MATH):
+                y = F.scaled_dot_product_attention(x, x, x)
+                with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+                    z = F.scaled_dot_product_attention(y, y, y)
+                y = F.scaled_dot_product_attention(z, z, y)
+            with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+                return F.scaled_dot_product_attention(y, z, z)
+
+    before = kernels_in_order()
+    assert body(Kernels(), torch.randn(4, 2, 3, 8)) == [
+        "with sdpa_kernel([SDPBackend.MATH]):",
+        "    y = F.scaled_dot_product_attention(x, x, x)",
+        "with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):",
+        "    z = F.scaled_dot_product_attention(y, y, y)",
+        "with sdpa_kernel([SDPBackend.MATH]):",
+        "    y = F.scaled_dot_product_attention(z, z, y)",
+        "with sdpa_kernel(",
+        "    [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True",
+        "):",
+        "    output = F.scaled_dot_product_attention(y, z, z)",
+        "return output",
+    ]
+    assert kernels_in_order() == before
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(8, 24) for _ in range(4))
+
+    def forward(self, x):
+        for qkv in self.qkv:
+            q, k, v = qkv(x).chunk(3, -1)
+            with sdpa_kernel([SDPBackend.MATH]):
+                x = x + F.scaled_dot_product_attention(q, k, v)
+        return x
+
+
+def test_attention_by_chosen_kernels_computes_what_the_model_does(tmp_path):
+    before = kernels_in_order()
+    package = verified(Attention, lambda rows: {"x": torch.randn(rows, 3, 8)}, tmp_path)
+    assert "torch.nn.attention._" not in "".join(package.files.values())
+    assert kernels_in_order() == before
 
 
 def test_inference_mode_is_no_grad_and_its_end_is_as_before():

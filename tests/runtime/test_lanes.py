@@ -8,11 +8,13 @@ import time
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from toys import CHAIN, SCHEDULES, SKIPS, assert_same_state, both, mean_loss, plain_step, write
 
 from fxpipe.errors import InputError, StageError
 from fxpipe.runtime import load
 from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.attention import kernels_in_order
 from fxpipe.runtime.lanes import Lanes
 
 CPU = torch.device("cpu")
@@ -255,6 +257,27 @@ def test_lanes_hand_python_over_often_and_leave_the_callers_interval_alone(tmp_p
     before = sys.getswitchinterval()
     pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
     assert max(found) <= 5e-4 < before == sys.getswitchinterval()
+
+
+def test_lanes_leave_the_callers_kernels_of_attention_alone():
+    """What each of two lanes set, the other would put back."""
+    before, lanes = kernels_in_order(), Lanes([CPU, CPU])
+    entered, left = threading.Event(), threading.Event()
+
+    def first():
+        with sdpa_kernel(SDPBackend.MATH):
+            assert entered.wait(10)
+        left.set()
+
+    def second():
+        while kernels_in_order() == before:
+            time.sleep(1e-3)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            entered.set()
+            assert left.wait(10)
+
+    lanes.run([first, second], lambda: None)
+    assert kernels_in_order() == before
 
 
 def test_lanes_work_at_the_same_time():
