@@ -533,3 +533,20 @@ def test_what_tracing_raises_is_told():
 
     with pytest.raises(CaptureError, match=r"Tracing it raised IndexError.*out of range"):
         capture(Traced(), (torch.randn(4, 6),), {})
+
+
+class Odd(tuple):
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_what_tracing_raises_without_a_word_is_told_with_its_place():
+    class Traced(models.Chain):
+        def forward(self, x):
+            one, _ = self.pair
+            return super().forward(x) * one
+
+    model = Traced()
+    model.pair = Odd((1, 2))
+    with pytest.raises(CaptureError, match=r"raised NotImplementedError, at .*: raise NotImpl"):
+        capture(model, (torch.randn(4, 6),), {})

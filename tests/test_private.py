@@ -97,6 +97,7 @@ PRIVATE = {
     "torch._dynamo.variables.CellVariable": "capture/formals.py",
     "torch._dynamo.variables.lazy.LazyVariableTracker.is_realized": "capture/formals.py",
     "torch._dynamo.variables.lists.BaseListVariable": "capture/formals.py",
+    "torch._dynamo.variables.misc.NumpyVariable.call_function": "capture/numpy_numbers.py",
     "torch._dynamo.variables.nn_module.record_nn_module_stack": "capture/rules.py",
     "torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable": "capture/formals.py",
     "torch.Tensor._backward_hooks": "capture/refuse.py, runtime/weight_gradients.py",

@@ -22,10 +22,11 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
-from fxpipe.capture.failures import PYTHON_DRAWS, frozen_batch, unsupported
+from fxpipe.capture.failures import PYTHON_DRAWS, frozen_batch, numpy_arrays, unsupported
 from fxpipe.capture.first_calls import Seen
 from fxpipe.capture.inputs import Form, copies
 from fxpipe.capture.names import attribute
+from fxpipe.capture.numpy_numbers import numbers_of_python
 from fxpipe.capture.region import Region
 from fxpipe.capture.rules import functions_as_ops, more_rules
 from fxpipe.errors import CaptureError
@@ -126,6 +127,7 @@ def dynamo_graph(
             torch._dynamo.config.patch(_SETTINGS),
             patch("torch._dynamo.guards.build_guard_function", _no_guard),
             _average_by_a_number(model),
+            numbers_of_python(model),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # what tracing got wrong, the numeric check finds
@@ -137,9 +139,11 @@ def dynamo_graph(
     except (TorchDynamoException, GuardOnDataDependentSymNode, RuntimeError) as error:
         raise CaptureError(unsupported(error)) from error
     except AssertionError as error:
-        if "RandomValueSource" not in str(error):
-            raise
-        raise CaptureError(PYTHON_DRAWS) from error
+        if "RandomValueSource" in str(error):
+            raise CaptureError(PYTHON_DRAWS) from error
+        if "NumpyTensorSource" in str(error):  # before torch 2.13
+            raise CaptureError(numpy_arrays("an attribute is one")) from error
+        raise
     return module.graph
 
 

@@ -1,11 +1,19 @@
 """Failures of tracing, told in the user's words."""
 
-from fxpipe.capture.places import parse_stack, place_text, user_frame
+from fxpipe.capture.places import parse_stack, place_text, user_frame, user_place
 
 PYTHON_DRAWS = (
     "forward draws numbers from Python's random module, of which no stage can be made: draw them "
     "with torch, as torch.rand(()), which a pipeline seeds for each micro-batch"
 )
+
+
+def numpy_arrays(place: str) -> str:
+    """That numpy's arrays are computed with at `place`."""
+    return (
+        f"forward computes with arrays of numpy ({place}): make what it needs before, as tensors, "
+        "or as numbers by int() or float()"
+    )
 
 
 def frozen_batch(message: str, batch: int) -> str:
@@ -22,6 +30,12 @@ def frozen_batch(message: str, batch: int) -> str:
 def unsupported(error: Exception) -> str:
     """What in the model an error of tracing is about, where, and what to do."""
     frame = user_frame(getattr(error, "real_stack", None) or parse_stack(str(error)))
+    if not str(error):
+        return (
+            f"the model can't be captured as one graph: tracing it raised {type(error).__name__}, "
+            f"{user_place(error)}\nTracing may call what a plain forward doesn't. "
+            "With --allow-graph-breaks the model's largest part without it is pipelined."
+        )
     if "trace_autograd_ops" in str(error):  # of torch's settings, which hints would tell to change
         return (
             f"forward computes gradients itself, {place_text(frame)}\n"

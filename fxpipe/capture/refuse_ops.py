@@ -7,6 +7,7 @@ from torch import fx
 from torch.fx.node import Target
 from torch.nn import functional
 
+from fxpipe.capture.failures import numpy_arrays
 from fxpipe.capture.sources import where
 from fxpipe.errors import CaptureError
 
@@ -28,6 +29,8 @@ def refuse_op(node: fx.Node) -> None:
             f"forward assigns the `.data` of a tensor ({where(node)}): write a buffer in place, "
             "with copy_, or a parameter between steps, outside of forward"
         )
+    if type(node.target).__name__.startswith("numpy_"):  # Dynamo's wrappers
+        raise CaptureError(numpy_arrays(where(node)))
     applies = "autograd_function_apply" in str(node.target)
     # Before torch 2.13 Dynamo makes a Function of a hook.
     if "register_hook" in str(node.target) or (applies and "register_hook" in where(node)):

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 from fxpipe.capture.causal import causal_masks_known
 from fxpipe.capture.dtype_reads import dtypes_read
 from fxpipe.capture.formals import noted_formals
+from fxpipe.capture.numpy_numbers import functions_of_numbers
 from fxpipe.ops.constants import same
 
 
@@ -60,6 +61,7 @@ def more_rules() -> Iterator[None]:
         noted_formals(),
         causal_masks_known(),
         dtypes_read(),
+        functions_of_numbers(),
         _calls_counted(),
         _handlers_apart(),
         _segments_opened(),
