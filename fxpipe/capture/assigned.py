@@ -50,7 +50,9 @@ def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[s
 def _mark(value: object) -> object:
     if isinstance(value, bool | int | float | str):
         return value
-    return type(value), len(value) if isinstance(value, list | dict | set | tuple) else None
+    container = next((one for one in (list, dict, set, tuple) if isinstance(value, one)), None)
+    # A subclass may have a length of its own, or refuse to tell one.
+    return type(value), None if container is None else container.__len__(value)  # type: ignore[arg-type]
 
 
 def write_back(graph: fx.Graph, names: Sequence[str], state: Mapping[str, Tensor]) -> None:
