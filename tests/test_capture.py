@@ -459,6 +459,22 @@ class NewBuffer(nn.Module):
         return x * self.total
 
 
+class WritesItsWeight(nn.Module):
+    """Its own gradient needs the weight as it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.doubled = False
+
+    def forward(self, x):
+        if self.doubled != self.training:
+            with torch.no_grad():
+                self.second.weight.mul_(2.0 if self.training else 0.5)
+            self.doubled = self.training
+        return self.second(self.first(x).relu())
+
+
 class Quantized(models.Chain):
     def forward(self, x):
         return torch.fake_quantize_per_tensor_affine(self.layers(x), 0.1, 0, -128, 127)
@@ -477,6 +493,7 @@ class Quantized(models.Chain):
             ],
         ),
         (Frozen(), ["one batch size only", "view(4, 6)", "x.size(0)"]),
+        (WritesItsWeight(), ["writes the parameter 'second.weight'", "outside of forward"]),
         (PythonDraws(), ["Python's random module", "torch.rand(())"]),
         (
             Quantized(),

@@ -92,7 +92,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     tree = dict(model.named_modules(remove_duplicate=False))
     ops = name_values(graph, ops, tree, outputs)
     literals, specs = _describe_values(graph)
-    live = _live(graph, literals)
+    live = _live(graph, literals, ops)
     return Capture(
         model_name=type(model).__name__,
         graph=graph,
@@ -232,10 +232,15 @@ def _read(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> list[str]:
 def _drop_dead(graph: fx.Graph, ops: Mapping[str, Op]) -> None:
     """Erase what nobody reads, but for ops that write or draw random numbers."""
     for node in reversed(list(graph.nodes)):
-        op = ops.get(node.name)
-        effects = op is not None and (op.mutates or op.random or node.meta.get("val") is None)
-        if not node.users and node.op not in ("placeholder", "output") and not effects:
+        if not node.users and not _stays(node, ops):
             graph.erase_node(node)
+
+
+def _stays(node: fx.Node, ops: Mapping[str, Op]) -> bool:
+    """Whether it does something even where nobody reads it."""
+    op = ops.get(node.name)
+    effects = op is not None and (op.mutates or op.random or node.meta.get("val") is None)
+    return bool(effects) or node.op in ("placeholder", "output")
 
 
 def _describe_values(graph: fx.Graph) -> tuple[dict[str, str], dict[str, TensorSpec]]:
@@ -252,13 +257,12 @@ def _describe_values(graph: fx.Graph) -> tuple[dict[str, str], dict[str, TensorS
     return literals, specs
 
 
-def _live(graph: fx.Graph, literals: Mapping[str, str]) -> set[str]:
-    """The nodes that are no text, nor floats on the way from sizes to a size that is text."""
+def _live(graph: fx.Graph, literals: Mapping[str, str], ops: Mapping[str, Op]) -> set[str]:
+    """The nodes that are no text, nor read on the way to a size that is text alone."""
     live: set[str] = set()
     for node in reversed(graph.nodes):
-        on_the_way = isinstance(node.meta.get("val"), torch.SymFloat)
         read = any(user.name in live for user in node.users)
-        if node.name not in literals and (read or not on_the_way):
+        if node.name not in literals and (read or _stays(node, ops)):
             live.add(node.name)
     return live
 

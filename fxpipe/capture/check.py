@@ -72,7 +72,11 @@ class Check:
             raise InputError(
                 f"the model by itself can't be trained on these inputs: {error}"
             ) from error
-        found = self._captured(True, training)
+        try:
+            found = self._captured(True, training)
+        except RuntimeError as error:
+            refuse_writes(training.ops, self.state)  # a backward misses what a write took
+            raise CaptureError(f"the captured graph fails in train mode: {error}") from error
         refuse_writes(training.ops, self.state)
         difference = compare(expected, found)
         if difference is not None:

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 
 def name_devices(node: fx.Node) -> None:
@@ -30,12 +31,17 @@ def make_on(device: torch.device, moved: fx.Node) -> None:
     for node in (reached := [moved]):
         if not node.op.startswith("call_"):
             return
-        tensors = [n for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor | tuple)]
+        tensors = [used for used in node.all_input_nodes if _has_tensors(used)]
         reached += [used for used in tensors if used not in above]
         above.update(dict.fromkeys(tensors))
     for node in above:
-        if not any(isinstance(used.meta["val"], Tensor | tuple) for used in node.all_input_nodes):
+        if not any(map(_has_tensors, node.all_input_nodes)):
             node.kwargs = {**node.kwargs, "device": device}
+
+
+def _has_tensors(node: fx.Node) -> bool:
+    """Whether it is a tensor, or several; a `torch.Size` is a tuple of numbers."""
+    return any(isinstance(one, Tensor) for one in tree_leaves(node.meta["val"]))
 
 
 def device_of(graph: fx.Graph) -> torch.device:

@@ -78,6 +78,23 @@ def test_regions_are_with_blocks():
     ]
 
 
+def test_what_sizes_alone_are_read_of_is_not_computed():
+    class Shaped(nn.Module):
+        def forward(self, x):
+            ones = torch.ones(x.shape[:-1]).to(x.device)
+            zeros = torch.zeros(x[:, 0].shape, device=x.device)
+            return x * zeros[:, None] + ones[..., None]
+
+    assert body(Shaped(), torch.randn(4, 3, 6)) == [
+        "batch, length, length_2 = x.shape",
+        "device = x.device",
+        "ones = torch.ones((batch, length), device=device)",
+        "zeros = torch.zeros((batch, length_2), device=device)",
+        "product = x * zeros[:, None]",
+        "return product + ones[..., None]",
+    ]
+
+
 def test_kernels_of_attention_are_with_blocks():
     class Kernels(nn.Module):
         def forward(self, x):
