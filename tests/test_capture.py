@@ -28,6 +28,21 @@ def test_stock_modules_are_called_under_their_own_paths():
     assert captured.checked == "train and eval"
 
 
+def test_a_transposed_convolution_is_called_as_such_unless_it_is_told_a_size():
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.ConvTranspose2d(3, 4, [2, 2], stride=[2, 2])
+            self.odd = nn.ConvTranspose2d(4, 4, 3, stride=2)
+
+        def forward(self, x):
+            return self.odd(self.up(x), output_size=(18, 18))
+
+    graph = capture(Grows(), (torch.randn(4, 3, 4, 4),), {}).graph
+    called = [node.target for node in graph.nodes if node.op.startswith("call_")]
+    assert called == ["up", torch.conv_transpose2d]
+
+
 def test_shapes_are_expressions_in_the_batch():
     class Folded(nn.Module):
         def forward(self, x):

@@ -11,6 +11,8 @@ from torch import Tensor, fx, nn
 
 from fxpipe.ops.stock import constructor, forward_takes_one
 
+_OUTPUT_PADDING = 5  # its place among the arguments of a transposed convolution
+
 
 def call_stock_modules(graph: fx.Graph, model: nn.Module) -> dict[str, nn.Module]:
     """Rewrite `graph` in place; returns the modules it now calls, by path."""
@@ -24,9 +26,8 @@ def call_stock_modules(graph: fx.Graph, model: nn.Module) -> dict[str, nn.Module
         path = group[0].meta["module"]
         module = modules[path]
         if path not in constructors:
-            callable_so = forward_takes_one(module) and module not in fixed
-            constructors[path] = constructor(module) if callable_so else None
-        ends = _ends(group, path)
+            constructors[path] = None if module in fixed else constructor(module)
+        ends = _ends(group, path) if _takes_one(module, group) else None
         if constructors[path] is not None and path and ends is not None:
             given, result = ends
             with graph.inserting_before(result):
@@ -53,6 +54,17 @@ def _with_own_mode(model: nn.Module) -> set[nn.Module]:
     for module, mode in before:
         module.training = mode
     return found
+
+
+def _takes_one(module: nn.Module, group: Sequence[fx.Node]) -> bool:
+    """Whether a call that made these ops can only have been `module(x)`.
+
+    Transposed convolutions take an `output_size`, which changes nothing but their padding.
+    """
+    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+        given = group[-1].args
+        return len(given) > _OUTPUT_PADDING and given[_OUTPUT_PADDING] == module.output_padding
+    return forward_takes_one(module)
 
 
 def _ends(group: Sequence[fx.Node], path: str) -> tuple[fx.Node, fx.Node] | None:
