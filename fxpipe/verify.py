@@ -12,7 +12,7 @@ from torch import OutOfMemoryError, Tensor, nn
 
 from fxpipe.capture.names import all_tensors
 from fxpipe.difference import Difference, compare
-from fxpipe.errors import InputError, TargetError
+from fxpipe.errors import InputError, StageError, TargetError
 from fxpipe.ops.interpret import untouched
 from fxpipe.precision import set_precision
 from fxpipe.runtime import load
@@ -89,7 +89,7 @@ def verify(
 
     @contextmanager
     def fresh(module: nn.Module, training: bool) -> Iterator[None]:
-        with untouched(module, dict(all_tensors(module))):
+        with untouched(module, dict(all_tensors(module))), _told_of_dtype(dtype):
             module.load_state_dict(start)
             module.zero_grad()
             module.train(training)
@@ -130,6 +130,20 @@ def verify(
                     note("eval(): outputs", case.each(case.run_runner(pipe)), case.each(outputs))
     m = pipe.manifest.microbatches
     return Verification(dtype, rows, m, TOLERANCE[dtype], tuple(differences), tuple(sorted(notes)))
+
+
+@contextmanager
+def _told_of_dtype(dtype: str) -> Iterator[None]:
+    """A stage that fails in float64 since dtypes differ may run in float32."""
+    try:
+        yield
+    except StageError as error:
+        if dtype != "float64" or "dtype" not in str(error):
+            raise
+        raise StageError(
+            f"{error}\nA tensor that is neither a parameter nor a buffer stays in the dtype that "
+            "it was compiled in: verify with --dtype float32, or register it as a buffer"
+        ) from error
 
 
 def _no_means(case: Case, plain: nn.Module, outputs: Sequence[Sequence[Tensor]]) -> set[str]:

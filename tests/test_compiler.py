@@ -17,7 +17,7 @@ import fxpipe
 from fxpipe.capture import capture
 from fxpipe.costs.whole import Whole
 from fxpipe.edits import Edits, edits
-from fxpipe.errors import InputError, PackageError, ScheduleError, WeightsError
+from fxpipe.errors import InputError, PackageError, ScheduleError, StageError, WeightsError
 from fxpipe.ir import Launch
 from fxpipe.package import Package
 from fxpipe.runtime.portal import Wires
@@ -108,6 +108,31 @@ def test_what_compares_all_rows_is_of_each_micro_batch_and_said_to_be(tmp_path):
     assert said.startswith("output['scores'] float32[batch, batch] compares all rows")
     with pytest.raises(InputError, match=r"output\['scores'\].*fxpipe\.Runner"):
         fxpipe.load(out)(**inputs(8))
+
+
+class CastsItsTable(models.Chain):
+    """The table is no buffer, but what comes decides its dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.randn(6)
+        self.head = torch.nn.Linear(6, 6)
+
+    def forward(self, x):
+        if self.table.dtype != x.dtype:
+            self.table = self.table.to(x.dtype)
+        return super().forward(x) + self.head(self.table)
+
+
+def test_a_stage_that_fails_in_float64_alone_says_how_else_to_compare(tmp_path):
+    target = dataclasses.replace(target_of(models.Chain), factory=CastsItsTable)
+    package = compile_flat(CastsItsTable(), (torch.randn(8, 6),), devices="cpu*2", microbatches=4)
+    out = package.write(tmp_path / "out")
+    with pytest.raises(
+        StageError, match=r"in the dtype that it was compiled in: verify with --dtype float32"
+    ):
+        verify(out, target)
+    assert verify(out, target, dtype="float32").equal
 
 
 def padded(rows):
