@@ -103,6 +103,23 @@ def test_sizes_by_way_of_floats_are_written_as_whole_numbers(tmp_path):
         torch.testing.assert_close(pipe(x), model(x), rtol=0, atol=1e-12)
 
 
+def test_what_is_taken_off_is_written_so(tmp_path):
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(8, 8)
+
+        def forward(self, x):
+            n = x.size(1)
+            mixed = self.mix(x).repeat(1, 2, 1)[:, -n:]
+            return nn.functional.pad(mixed, (0, 0, 0, n - (n - 1) // 3 * 2))
+
+    package = verified(Last, lambda rows: {"x": torch.randn(rows, 12, 8)}, tmp_path)
+    text = "".join(package.files.values())
+    assert "[:, -length:]" in text
+    assert "length - 2 * ((length - 1) // 3)" in text
+
+
 def test_a_length_that_no_arithmetic_tells_is_a_number(tmp_path):
     class Square(Windows):
         def forward(self, x):

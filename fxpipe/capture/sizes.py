@@ -145,9 +145,9 @@ def _text(expression: sympy.Expr, names: Names) -> str | None:
 
 
 class _Ordered(ast.NodeTransformer):
-    """Numbers stand behind what they are added to: `(height - 1) // 2 + 1`."""
+    """Numbers stand behind what they are added to, `(height - 1) // 2 + 1`, and minus is minus."""
 
-    def visit_BinOp(self, node: ast.BinOp) -> ast.BinOp:
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         """`a + b` in the order of a person."""
         self.generic_visit(node)
         match node:
@@ -155,6 +155,16 @@ class _Ordered(ast.NodeTransformer):
                 return ast.BinOp(right, ast.Add(), node.left)
             case ast.BinOp(ast.UnaryOp(ast.USub(), ast.Constant() as number), ast.Add(), right):
                 return ast.BinOp(right, ast.Sub(), number)
+            case ast.BinOp(ast.UnaryOp(ast.USub(), ast.Constant(1)), ast.Mult(), right):
+                return ast.UnaryOp(ast.USub(), right)
+            case ast.BinOp(left, ast.Add(), ast.UnaryOp(ast.USub(), right)):
+                return ast.BinOp(left, ast.Sub(), right)
+            case ast.BinOp(
+                left,
+                ast.Add(),
+                ast.BinOp(ast.UnaryOp(ast.USub(), ast.Constant() as number), ast.Mult(), right),
+            ):
+                return ast.BinOp(left, ast.Sub(), ast.BinOp(number, ast.Mult(), right))
         return node
 
 
