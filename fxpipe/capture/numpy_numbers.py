@@ -5,7 +5,7 @@ they are numbers, and so they are to us.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
@@ -13,16 +13,25 @@ from unittest.mock import patch
 import numpy as np
 from torch import nn
 
+_DRAWING = np.random.RandomState | np.random.Generator
+
 
 @contextmanager
 def numbers_of_python(model: nn.Module) -> Iterator[None]:
     """Meanwhile modules hold Python's numbers in place of numpy's, in lists and dicts too."""
-    with ExitStack() as stack:
-        for module in model.modules():
-            held = {name: _plain(value) for name, value in vars(module).items()}
-            changed = {k: value for k, value in held.items() if value is not vars(module)[k]}
-            stack.enter_context(patch.dict(vars(module), changed))
+    before = [
+        (vars(module), name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if _plain(value) is not value
+    ]
+    for attributes, name, value in before:
+        attributes[name] = _plain(value)
+    try:
         yield
+    finally:
+        for attributes, name, value in before:
+            attributes[name] = value
 
 
 @contextmanager
@@ -39,7 +48,7 @@ def functions_of_numbers() -> Iterator[None]:
     @wraps(call)
     def calling(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
-        drawn = "random" in str(getattr(self.value, "__self__", ""))
+        drawn = isinstance(getattr(self.value, "__self__", None), _DRAWING)
         if not drawn and all(one.is_python_constant() for one in given):
             found = self.value(
                 *(one.as_python_constant() for one in args),
