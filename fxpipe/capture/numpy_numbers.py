@@ -19,18 +19,18 @@ _DRAWING = np.random.RandomState | np.random.Generator
 @contextmanager
 def numbers_of_python(model: nn.Module) -> Iterator[None]:
     """Meanwhile modules hold Python's numbers in place of numpy's, in lists and dicts too."""
-    before = [
-        (vars(module), name, value)
+    changes = [
+        (vars(module), name, value, plain)
         for module in model.modules()
         for name, value in vars(module).items()
-        if _plain(value) is not value
+        if (plain := _plain(value)) is not value
     ]
-    for attributes, name, value in before:
-        attributes[name] = _plain(value)
+    for attributes, name, _, plain in changes:
+        attributes[name] = plain
     try:
         yield
     finally:
-        for attributes, name, value in before:
+        for attributes, name, value, _ in changes:
             attributes[name] = value
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch.nn import attention
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
-from fxpipe.runtime.attention import kernels_in_order
+from fxpipe.runtime.attention import backends, kernels_in_order
 
 REGION = "region"  # key of a node's meta
 
@@ -58,8 +58,8 @@ class Region:
                     torch.autocast(each.device_type, each.dtype, each.enabled, each.cache)
                 )
             if self.kernels is not None:
-                backends = [getattr(SDPBackend, name) for name in self.kernels.names]
-                stack.enter_context(sdpa_kernel(backends, set_priority=self.kernels.in_order))
+                allowed, in_order = backends(self.kernels.names), self.kernels.in_order
+                stack.enter_context(sdpa_kernel(allowed, set_priority=in_order))
             yield
 
 
