@@ -168,7 +168,8 @@ class _Opening:
         text = found
         self.texts.append(text)
         parts = re.split(r"(?<![\w.])(\d+(?:\.\d+)?(?:e-?\d+)?)(?![\w.])", text)
-        skeleton.append("#".join(parts[::2]))
+        # A size that a later op fixes is a number before it and, to ops after it, no size.
+        skeleton.append("int" if text.isdecimal() else "#".join(parts[::2]))
         for place in range(1, len(parts), 2):
             number = float(parts[place]) if "." in parts[place] else int(parts[place])
             filled = self.fill(Slot(number, "", name, True, node, self.place - 1))

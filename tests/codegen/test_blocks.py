@@ -518,3 +518,32 @@ def test_a_class_for_tensors_of_different_rank_returns_a_tensor(tmp_path):
 
     package = verified(Net, rows, tmp_path, devices="cpu*1")
     assert "def forward(self, x: Tensor) -> Tensor:" in package.files["blocks.py"]
+
+
+def test_layers_before_an_op_that_fixes_a_size_are_of_one_class_with_those_after_it(tmp_path):
+    class Masked(nn.Module):
+        def __init__(self, fixes):
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+            self.fixes = fixes
+
+        def forward(self, x):
+            length = x.size(1)
+            x = self.mix(x) * torch.ones(length, 1)
+            return x.reshape(-1, 4, 6) if self.fixes else x.reshape(-1, length, 6)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Masked(fixes=k == 1) for k in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x.sum(1)
+
+    def sequences(batch):
+        return {"x": torch.randn(batch, 4, 6)}
+
+    package = verified(Net, sequences, tmp_path, devices="cpu*1")
+    assert len(classes(package)) == 1
