@@ -105,8 +105,14 @@ class Engine(Original):
 
     def _inputs(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor]:
         """The call's tensors."""
+        self._refuse_inside()
         microbatch.refuse_other_mode(self._manifest, self.training)
         return microbatch.bind(self._manifest, args, kwargs)
+
+    def _refuse_inside(self) -> None:
+        """Raise InputError if a call of this pipeline is made from within one."""
+        if self._workers is not None:
+            self._workers.lanes.refuse_inside()
 
     def _begin(self, inputs: Sequence[Tensor]) -> tuple[list[int], Call]:
         """The micro-batches' rows, and what the call's lanes share."""

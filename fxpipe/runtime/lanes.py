@@ -15,6 +15,7 @@ from queue import SimpleQueue
 
 import torch
 
+from fxpipe.errors import InputError
 from fxpipe.runtime import stream
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.attention import kernels_in_order, let_take
@@ -34,6 +35,7 @@ class Lanes:
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = tuple(devices)
+        self._inside: set[int] = set()  # the threads that run jobs
         if any(stream.place(device).type == "cpu" for device in devices):
             keep_freed_memory()
         self._queues: tuple[_Queue, ...] = tuple(SimpleQueue() for _ in devices)
@@ -43,6 +45,15 @@ class Lanes:
                 target=_work, args=(queue,), name=f"fxpipe lane {index}", daemon=True
             ).start()
         weakref.finalize(self, _end, self._queues)
+
+    def refuse_inside(self) -> None:
+        """Raise InputError on a thread that runs a job: it would wait for itself."""
+        if threading.get_ident() in self._inside:
+            raise InputError(
+                "the pipeline was called while it runs, by the loss function or a hook: its lanes "
+                "are busy until that returns. Load the package a second time for that, or call it "
+                "before the step"
+            )
 
     def run(
         self,
@@ -66,7 +77,9 @@ class Lanes:
         streams = [stream.current_stream(device) for device in self._devices]
         failures: list[BaseException] = []
         assignments = [
-            _Assignment(job, ambient, n_threads, [streams[index], *streams], failures, stop)
+            _Assignment(
+                job, ambient, n_threads, [streams[index], *streams], failures, stop, self._inside
+            )
             for index, job in enumerate(jobs)
         ]
         begun: list[_Assignment] = []
@@ -115,7 +128,9 @@ class _Assignment:
         streams: Sequence[Stream],
         failures: list[BaseException],
         stop: Callable[[], None],
+        inside: set[int],
     ) -> None:
+        """`inside` has the thread while it runs."""
         self.done = threading.Event()
         self._job: Job | None = job
         self._ambient = ambient
@@ -123,9 +138,12 @@ class _Assignment:
         self._streams = streams
         self._failures = failures
         self._stop = stop
+        self._inside = inside
 
     def __call__(self) -> None:
         assert self._job is not None
+        thread = threading.get_ident()
+        self._inside.add(thread)
         try:
             stream.use_threads(self._n_threads)
             stream.use_context(self._streams[0])
@@ -134,6 +152,7 @@ class _Assignment:
         except BaseException as error:
             self._failures.append(error)
             self._stop()
+        self._inside.discard(thread)
         # The caller may go on the moment it hears of the end: leave no tensor behind before.
         self._job = None
         self.done.set()

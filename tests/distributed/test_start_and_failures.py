@@ -153,6 +153,13 @@ def test_a_loss_that_fails_is_named_by_all(two, tmp_path):
     assert "rank 1 failed: loss_fn failed on micro-batch 0: ZeroDivisionError: no rows" in heard
 
 
+def test_a_call_from_within_a_step_is_refused_on_all(two, tmp_path):
+    toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
+    (heard, _), _ = two.run(jobs.failing, tmp_path, "inside")
+    assert "rank 1 failed: loss_fn failed on micro-batch 0: InputError" in heard
+    assert "called while it runs" in heard
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_a_pipeline_that_is_gone_leaves_no_thread(two, tmp_path):
     toys.write(tmp_path, toys.TIED, 3, devices=(0, 1, 1))

@@ -221,6 +221,24 @@ def test_an_exception_in_loss_fn_names_the_micro_batch(tmp_path):
     pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
 
 
+@pytest.mark.parametrize("call", ["forward", "step"])
+def test_a_call_from_within_a_step_is_refused_as_it_would_wait_for_itself(tmp_path, call):
+    model, pipe = both(tmp_path, CHAIN)
+
+    def again(output, target):
+        if call == "step":
+            pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
+        with torch.no_grad():
+            return mean_loss(output - pipe(*CHAIN.inputs()))
+
+    with pytest.raises(StageError, match="micro-batch 0: InputError: .* called while it runs"):
+        pipe.step(*CHAIN.inputs(), loss_fn=again)
+    pipe.zero_grad()
+    pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
+    plain_step(CHAIN, model, CHAIN.inputs(), 4)
+    assert_same_state(pipe, model)
+
+
 def test_an_interrupt_ends_the_call_and_leaves_the_pipeline_usable(tmp_path):
     model, pipe = both(tmp_path, CHAIN)
     began = threading.Event()

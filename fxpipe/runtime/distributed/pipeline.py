@@ -46,6 +46,7 @@ class DistributedPipeline(RankEngine):
                 "over several processes a call makes no graph: train with step() or a Runner, or "
                 "call the pipeline under torch.no_grad()"
             )
+        self._refuse_inside()
         microbatch.refuse_unmergeable(self._manifest, self.training)
         self._ranks.progress.begin("evaluation")
         inputs, meeting = self._meet("as pipe(...)", args, kwargs)
@@ -81,6 +82,7 @@ class DistributedPipeline(RankEngine):
         """
         if not torch.is_grad_enabled():
             raise InputError("step computes gradients: call it outside of torch.no_grad()")
+        self._refuse_inside()
         scaled = scaler is not None and scaler.is_enabled()
         self._ranks.progress.begin("step")
         inputs, meeting = self._meet("as pipe.step(...)", args, kwargs, place_of(loss_fn), scaled)
