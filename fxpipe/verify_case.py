@@ -58,7 +58,7 @@ class Case:
                 torch.manual_seed(seed)
                 args, kwargs = part.arguments()
                 output = model(*args, **kwargs)
-                by_part.append([tensor.detach() for tensor in describe(output)[1]])
+                by_part.append(_kept(output))
                 if torch.is_grad_enabled():
                     torch.autograd.backward(self.loss(output, part.wanted) * self._share(part))
         return by_part
@@ -89,7 +89,7 @@ class Case:
         output = pipe(*args, **kwargs)
         if torch.is_grad_enabled():
             torch.autograd.backward(self._loss_of_whole(output, by_part))
-        return {f"output {k}": tensor.detach() for k, tensor in enumerate(describe(output)[1])}
+        return {f"output {k}": tensor for k, tensor in enumerate(_kept(output))}
 
     def step(self, pipe: Pipeline) -> list[list[Tensor]]:
         """One training step by the schedule table; each micro-batch's outputs."""
@@ -97,7 +97,7 @@ class Case:
 
         def loss(output: Any, target: tuple[Any, Tensor]) -> Tensor:
             wanted, rows = target
-            by_first_row[int(rows[0])] = [tensor.detach() for tensor in describe(output)[1]]
+            by_first_row[int(rows[0])] = _kept(output)
             return self.loss(output, wanted)
 
         args, kwargs = self.whole.arguments()
@@ -237,7 +237,19 @@ def running_plain(target: Target, model: nn.Module, dtype: torch.dtype) -> Itera
         raise TargetError(f"{error}\n{hint}") from error.__cause__
 
 
+def _kept(output: Any) -> list[Tensor]:
+    """The output's tensors as they are now: one may be a buffer, which the model goes on to write.
+
+    Copies have no graph.
+    """
+    return [tensor.detach().clone() for tensor in describe(output)[1]]
+
+
 def _mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     if not differentiable(tensors[0]):
         return tensors[-1]
-    return torch.stack([t * share for t, share in zip(tensors, shares, strict=True)]).sum(0)
+    # In the order in which the pipeline adds: what a model makes in float32 is rounded alike.
+    total = tensors[0] * shares[0]
+    for tensor, share in zip(tensors[1:], shares[1:], strict=True):
+        total = total + tensor * share
+    return total

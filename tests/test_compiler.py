@@ -21,6 +21,7 @@ from fxpipe.errors import InputError, PackageError, ScheduleError, StageError, W
 from fxpipe.ir import Launch
 from fxpipe.package import Package
 from fxpipe.runtime.portal import Wires
+from fxpipe.target import Target
 from fxpipe.verify import verify
 
 
@@ -72,6 +73,42 @@ def test_a_package_computes_it_wherever_its_stages_are(kind, schedule, options, 
     table = package.plan.schedule
     assert package.manifest.stage_to_device == table.stage_to_device
     result = verify(package.write(tmp_path / "out"), target_of(kind), batch=10)
+    assert result.equal, result
+
+
+class Float32Means(nn.Module):
+    """Returns means that are made in float32, whatever the model is in, as losses often are."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.mix(x)
+        return y, y.detach().float().exp().mean(0)
+
+
+class CountedSteps(nn.Module):
+    """Returns a buffer that it writes, and what shares memory with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(6, 6)
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x):
+        self.steps += 1
+        return self.mix(x), self.steps, self.steps.view(1, 1)
+
+
+@pytest.mark.parametrize("kind", [Float32Means, CountedSteps])
+def test_what_is_compared_is_what_each_micro_batch_gave(kind, tmp_path):
+    def inputs(rows):
+        return {"x": torch.randn(rows, 6)}
+
+    package = compile_flat(kind(), kwargs=inputs(8), devices="cpu*2", microbatches=4)
+    target = Target(kind.__name__, __file__, str(tmp_path), kind, inputs)
+    result = verify(package.write(tmp_path / "out"), target, batch=13)
     assert result.equal, result
 
 

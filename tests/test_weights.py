@@ -1,5 +1,7 @@
 """Weights in a package: one file for each stage, the original's names, each tensor once."""
 
+import shutil
+
 import models
 import pytest
 import torch
@@ -51,6 +53,13 @@ def test_a_tied_weight_stands_once(tmp_path):
     pipe = fxpipe.load(out)
     torch.testing.assert_close(pipe(x), model(x))
     assert pipe.head.weight is pipe.embed.weight
+
+
+def test_weights_that_are_gone_are_missed(tmp_path):
+    out = compiled(Odd(), torch.randn(4, 6)).write(tmp_path / "out", weights=True)
+    shutil.rmtree(out / "weights")
+    with pytest.warns(UserWarning, match="its folder weights is not here"):
+        fxpipe.load(out)
 
 
 def test_a_model_that_holds_nothing_has_no_weights_to_write(tmp_path):

@@ -44,8 +44,11 @@ def straight(
             values[node] = values[node.all_input_nodes[0]]
         elif node.meta.get(MODE, True):
             switch.to(node.meta.get(REGION, switch.region))
-            values[node] = copied = graph.node_copy(node, values.__getitem__)
-            copied.args, copied.kwargs = map_aggregate((copied.args, copied.kwargs), moved)
+            arguments = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = map_aggregate(arguments, moved)
+            # A value that is called `self` would stand in the place of the GraphModule.
+            name = f"made_{node.name}"
+            values[node] = copied = graph.create_node(node.op, node.target, args, kwargs, name)
             if node.op in ("call_module", "get_attr"):
                 copied.target = f"held_{node.name}"
                 held[copied.target] = (modules if node.op == "call_module" else state)[node.target]

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,20 @@ def _ways_out(broken: Sequence[str]) -> Iterator[str]:
         yield "make the same edit in plan.json and the stage file"
 
 
+def weights_of(folder: Path, manifest: Manifest) -> Path | None:
+    """Where the model's values are, if they came with the package; warns if they are gone."""
+    if (folder / "weights").is_dir():
+        return folder / "weights"
+    if any(name.startswith("weights/") for name in manifest.files):
+        warnings.warn(
+            f"{folder} was compiled with the model's weights, and its folder weights is not here: "
+            "the pipeline begins with new ones. Put the folder back, or load others with "
+            "load_weights",
+            stacklevel=3,
+        )
+    return None
+
+
 def code_digests(folder: Path) -> dict[str, str]:
     """By name, what tells whether two processes have a file alike that they must."""
     names = sorted(["plan.json", "schedule.csv", *(path.name for path in folder.glob("*.py"))])
@@ -87,6 +102,9 @@ def _text(folder: Path, file: str) -> str:
 
 
 def _schedule(folder: Path, manifest: Manifest, broken: list[str]) -> Schedule:
+    if not (folder / "schedule.csv").exists():
+        broken.append("schedule.csv is missing")
+        return Schedule(())
     try:
         table = Schedule.from_csv(_text(folder, "schedule.csv"))
         check(table, manifest.stage_to_device, manifest.microbatches, manifest.written)

@@ -9,7 +9,7 @@ import torch
 from fxpipe.errors import DeviceError, InputError
 from fxpipe.runtime.components import Components
 from fxpipe.runtime.device_names import parse_devices
-from fxpipe.runtime.files import read_files, read_plan
+from fxpipe.runtime.files import read_files, read_plan, weights_of
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.pipeline import Pipeline
 from fxpipe.runtime.stream import Device, Devices
@@ -76,8 +76,9 @@ def load(
     if compile:
         for stage in files.stages:
             stage.compile()
-    if (folder / "weights").is_dir():
-        pipe.load_weights(folder / "weights")
+    weights = weights_of(folder, manifest)
+    if weights is not None:
+        pipe.load_weights(weights)
     return pipe
 
 

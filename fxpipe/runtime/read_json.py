@@ -18,13 +18,15 @@ def read(kind: Any, data: Any, where: str) -> Any:
         fields = typing.get_type_hints(kind)
         if not isinstance(data, dict) or set(data) != set(fields):
             keys = set(data) if isinstance(data, dict) else set()
-            missing, unknown = sorted(set(fields) - keys), sorted(keys - set(fields))
-            raise PackageError(f"{where}: missing fields {missing}, unknown fields {unknown}")
+            found = {"missing": set(fields) - keys, "unknown": keys - set(fields)}
+            told = [f"{what} fields {sorted(names)}" for what, names in found.items() if names]
+            raise PackageError(f"{where}: {', '.join(told)}")
         values = {name: read(fields[name], data[name], f"{where}: {name}") for name in fields}
         return typing.cast(Any, kind)(**values)
-    if origin is tuple and isinstance(data, list):
-        return tuple(read(args[0], item, f"{where}[{k}]") for k, item in enumerate(data))
-    if origin is types.UnionType:
+    if origin is tuple:
+        if isinstance(data, list):
+            return tuple(read(args[0], item, f"{where}[{k}]") for k, item in enumerate(data))
+    elif origin is types.UnionType:
         options = [option for option in args if _fits(option, data)]
         if options:
             return data

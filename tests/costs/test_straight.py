@@ -42,15 +42,16 @@ class Halves(nn.Module):
 
 
 class Named(nn.Module):
-    """Has names that a GraphModule has for itself."""
+    """Has names that a GraphModule, and its forward, have for themselves."""
 
     def __init__(self):
         super().__init__()
         self.graph = nn.Linear(6, 6)
         self.code = nn.Parameter(torch.ones(6))
+        self.self = nn.Linear(6, 6)
 
     def forward(self, x):
-        return self.graph(x) * self.code + self.graph.bias
+        return self.self(self.graph(x)) * self.code + self.graph.bias
 
 
 class Cube(torch.autograd.Function):

@@ -231,7 +231,7 @@ def test_a_call_from_within_a_step_is_refused_as_it_would_wait_for_itself(tmp_pa
         with torch.no_grad():
             return mean_loss(output - pipe(*CHAIN.inputs()))
 
-    with pytest.raises(StageError, match="micro-batch 0: InputError: .* called while it runs"):
+    with pytest.raises(StageError, match=r"micro-batch 0: InputError: .* called while it runs"):
         pipe.step(*CHAIN.inputs(), loss_fn=again)
     pipe.zero_grad()
     pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)

@@ -28,6 +28,10 @@ BROKEN = {
         lambda d: (d / "stage_1.py").unlink(),
         "stage_1.py is missing",
     ),
+    "no schedule": (
+        lambda d: (d / "schedule.csv").unlink(),
+        "schedule.csv is missing\nput back what is missing",
+    ),
     "a missing class": (
         lambda d: _edit(d, "stage_1.py", "class Stage1", "class Other"),
         "stage_1.py has no nn.Module class Stage1",
@@ -113,6 +117,20 @@ def test_all_broken_rules_are_told_at_once(tmp_path):
 
 def test_a_folder_that_is_no_package(tmp_path):
     with pytest.raises(PackageError, match=r"plan\.json can't be read"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("other", [{}, None, "x", -1])
+@pytest.mark.parametrize("field", ["stages", "devices", "outputs"])
+def test_a_plan_with_something_else_in_the_place_of_a_list(tmp_path, field, other):
+    _plan(write(tmp_path, CHAIN), lambda p: p.update({field: other}))
+    with pytest.raises(PackageError, match=f"{field}: expected tuple, found"):
+        load(tmp_path)
+
+
+def test_a_plan_without_a_field_is_told_which(tmp_path):
+    _plan(write(tmp_path, CHAIN), lambda p: p.pop("solver"))
+    with pytest.raises(PackageError, match=r"missing fields \['solver'\]$"):
         load(tmp_path)
 
 

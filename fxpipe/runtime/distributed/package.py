@@ -15,7 +15,7 @@ from fxpipe.runtime.distributed.around import refuse_part
 from fxpipe.runtime.distributed.device import device_of, refuse_backend, refuse_shared
 from fxpipe.runtime.distributed.pipeline import DistributedPipeline
 from fxpipe.runtime.distributed.ranks import Ranks
-from fxpipe.runtime.files import code_digests, read_files, read_plan
+from fxpipe.runtime.files import code_digests, read_files, read_plan, weights_of
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.stream import Devices
 
@@ -70,8 +70,9 @@ def load_rank(
     if compile:
         for stage in own:
             stage.compile()
-    if (folder / "weights").is_dir():
-        pipe.load_weights(folder / "weights")
+    weights = weights_of(folder, manifest)
+    if weights is not None:
+        pipe.load_weights(weights)
     pipe.equalize()
     if sharded:
         pipe.shard()
