@@ -85,7 +85,7 @@ class Float32Means(nn.Module):
 
     def forward(self, x):
         y = self.mix(x)
-        return y, y.detach().float().exp().mean(0)
+        return y, *y.detach().float().exp().mean(0)
 
 
 class CountedSteps(nn.Module):
@@ -106,7 +106,7 @@ def test_what_is_compared_is_what_each_micro_batch_gave(kind, tmp_path):
     def inputs(rows):
         return {"x": torch.randn(rows, 6)}
 
-    package = compile_flat(kind(), kwargs=inputs(8), devices="cpu*2", microbatches=4)
+    package = compile_flat(kind(), kwargs=inputs(8), devices="cpu*2", microbatches=6)
     target = Target(kind.__name__, __file__, str(tmp_path), kind, inputs)
     result = verify(package.write(tmp_path / "out"), target, batch=13)
     assert result.equal, result
