@@ -26,7 +26,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from fxpipe.errors import WeightsError
-from fxpipe.optimizer_state import give_state, optimizer_state, state_to_load
+from fxpipe.optimizer_state import (
+    give_state,
+    optimizer_state,
+    refuse_other_settings,
+    settings_to_load,
+    state_to_load,
+)
 from fxpipe.outputs import filled_for, is_free, standing, whole_folder
 from fxpipe.runtime.distributed.pipeline import DistributedPipeline
 from fxpipe.runtime.distributed.ranks import Ranks
@@ -71,7 +77,8 @@ def exists(path: str | Path) -> bool:
 def load(path: str | Path, pipe: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Load what `save` wrote into `pipe` and `optimizer`, in place; gives `extra` back.
 
-    Nothing is loaded unless all keys and shapes fit. Raises WeightsError, alike on all ranks.
+    Nothing is loaded unless all keys and shapes fit, and the optimizer is of the kind that was
+    saved, with parameters grouped as they were. Raises WeightsError, alike on all ranks.
     """
     ranks = _begin(pipe, "checkpoint.load")
     wanted: dict[str, Any] = {"model": dict(pipe.state_dict()), "extra": None}
@@ -86,10 +93,18 @@ def load(path: str | Path, pipe: nn.Module, optimizer: torch.optim.Optimizer | N
         if optimizer is not None:
             wanted["optimizer"] = state_to_load(metadata, pipe, optimizer, str(path))
 
+    def read(part: dict[str, Any], what: str) -> None:
+        _together(ranks, what, partial(dcp_load, part, storage_reader=reader))
+
     with _telling(ranks):
         what = f"{path} can't be loaded"
         _agree(ranks, what, prepare)
-        _together(ranks, what, partial(dcp_load, wanted, storage_reader=reader))
+        if optimizer is not None:
+            settings = settings_to_load(pipe, optimizer)
+            read({"optimizer": settings}, what)
+            check = partial(refuse_other_settings, pipe, optimizer, settings)
+            _agree(ranks, what, check)
+        read(wanted, f"{what} whole, and some of the weights may be its own now")
         pipe.load_state_dict(wanted["model"])
         if optimizer is not None:
             give_state(pipe, optimizer, wanted["optimizer"])
@@ -160,7 +175,8 @@ def _together(ranks: Ranks | None, what: str, run: Callable[..., object]) -> Non
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             collective()
     if failed:
-        raise WeightsError(f"{what}: {failed[0]}") from failed[0]
+        reasons = dict.fromkeys(f"{type(e).__name__}: {e}" for e, _ in failed[0].failures.values())
+        raise WeightsError(f"{what}: {'; '.join(reasons)}") from failed[0]
 
 
 def _by_first(ranks: Ranks | None, what: str, run: Callable[[], None]) -> None:

@@ -28,7 +28,8 @@ def optimizer_state(pipe: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     found: dict[str, Any] = {}
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in _OF_THIS_PLAN}
-        whole = SimpleNamespace(value=settings)  # a dict would be taken apart
+        # A dict would be taken apart.
+        whole = SimpleNamespace(value=settings, optimizer=type(optimizer).__name__)
         for parameter in group["params"]:
             name = names[parameter]
             found[name] = whole
@@ -65,6 +66,40 @@ def state_to_load(
             f"{path} has no optimizer state of {len(missing)} parameters: {', '.join(missing[:8])}"
         )
     return found
+
+
+def settings_to_load(pipe: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Of what a checkpoint has, the settings of the optimizer's own parameters, by their names."""
+    names = _names(pipe, optimizer)
+    return dict.fromkeys(names[p] for group in optimizer.param_groups for p in group["params"])
+
+
+def refuse_other_settings(
+    pipe: nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]
+) -> None:
+    """Raise WeightsError if another kind of optimizer was saved, or groups were others.
+
+    `settings` are what was loaded for `settings_to_load`.
+    """
+    names, kind = _names(pipe, optimizer), type(optimizer).__name__
+    for group in optimizer.param_groups:
+        own = [names[parameter] for parameter in group["params"]]
+        for name in own:
+            saved = getattr(settings[name], "optimizer", kind)
+            if saved != kind:
+                raise WeightsError(
+                    f"the optimizer that was saved is {saved}, this one is {kind}: give one of the "
+                    "same kind, or load the weights alone"
+                )
+            first, other = settings[own[0]].value, settings[name].value
+            for key in first.keys() & other.keys():
+                # Some are tensors, or tuples of them.
+                if repr(first[key]) != repr(other[key]):
+                    raise WeightsError(
+                        f"{own[0]} and {name} are in one group of the optimizer, and were saved "
+                        f"with {key} {first[key]} and {other[key]}: put them into the groups they "
+                        "were in"
+                    )
 
 
 def give_state(

@@ -148,3 +148,13 @@ def test_what_is_not_whole_or_does_not_fit_loads_nothing(tmp_path):
         fxpipe.checkpoint.load(tmp_path / "half", pipe)
     with pytest.raises(WeightsError, match=r"first\.weight: expected"):
         fxpipe.checkpoint.load(path, nn.ModuleDict({"first": nn.Linear(3, 7)}))
+
+
+def test_a_file_that_was_cut_off_is_told_in_a_line(tmp_path):
+    _, pipe = toys.both(tmp_path, toys.CHAIN)
+    fxpipe.checkpoint.save(tmp_path / "last", pipe)
+    (file,) = (tmp_path / "last").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:600])
+    with pytest.raises(WeightsError, match="may be its own now: ") as error:
+        fxpipe.checkpoint.load(tmp_path / "last", pipe)
+    assert "Traceback" not in str(error.value)

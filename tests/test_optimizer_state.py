@@ -73,3 +73,29 @@ def test_tensors_in_lists_tuples_and_dicts(tmp_path):
     fxpipe.checkpoint.load(tmp_path / "last", again, resumed)
     before, after = optimizer.state_dict()["state"], resumed.state_dict()["state"]
     assert plain(before) == plain(after)
+
+
+def test_another_kind_of_optimizer_loads_nothing(tmp_path):
+    _, pipe = toys.both(tmp_path, toys.CHAIN)
+    path = tmp_path / "last"
+    fxpipe.checkpoint.save(path, pipe, torch.optim.SGD(pipe.parameters(), 0.1, momentum=0.9))
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter.zero_()
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    with pytest.raises(WeightsError, match="that was saved is SGD, this one is AdamW"):
+        fxpipe.checkpoint.load(path, pipe, optimizer)
+    assert not any(parameter.any() for parameter in pipe.parameters())
+
+
+def test_a_group_of_parameters_with_different_settings_is_told_of(tmp_path):
+    _, pipe = toys.both(tmp_path, toys.CHAIN)
+    first, *others = pipe.parameters()
+    groups = [{"params": [first], "lr": 1.0}, {"params": others, "lr": 0.001}]
+    fxpipe.checkpoint.save(tmp_path / "last", pipe, torch.optim.SGD(groups))
+    joined = torch.optim.SGD([*others, first], 0.5)
+    with pytest.raises(WeightsError, match=r"in one group .* saved with lr 0\.001 and 1\.0"):
+        fxpipe.checkpoint.load(tmp_path / "last", pipe, joined)
+    apart = torch.optim.SGD([{"params": others[:2]}, {"params": others[2:]}, {"params": [first]}])
+    fxpipe.checkpoint.load(tmp_path / "last", pipe, apart)
+    assert [group["lr"] for group in apart.param_groups] == [0.001, 0.001, 1.0]
