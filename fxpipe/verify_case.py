@@ -5,6 +5,7 @@ micro-batch's loss is weighted by its share of the rows, so that gradients are t
 """
 
 import copy
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ from fxpipe.runtime.microbatch import merged_dim
 from fxpipe.runtime.random import microbatch_seeds
 from fxpipe.runtime.structure import describe, rebuild
 from fxpipe.target import Target
+
+
+# What torch says of numbers that it has no kernel for, or that are not alike.
+_OF_DTYPES = re.compile("dtype|scalar type|float|double", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +236,7 @@ def running_plain(target: Target, model: nn.Module, dtype: torch.dtype) -> Itera
         with target.running(what, alone=True), no_checkpoints():
             yield
     except TargetError as error:
-        if dtype != torch.float64:
+        if dtype != torch.float64 or not _OF_DTYPES.search(str(error.__cause__)):
             raise
         hint = "Where it runs in float32 alone: verify with --dtype float32"
         raise TargetError(f"{error}\n{hint}") from error.__cause__

@@ -75,6 +75,7 @@ def profile(
         ):
             given = [tensor.to(device) for tensor in microbatch]
             model.train()
+            _run_smallest(capture, inputs, n_microbatches, device)
             if criterion is not None:
                 criterion = criterion.moved(lambda tensor: tensor.to(device))
             measure = partial(_on_lanes, apart=apart) if device.type == "cpu" else _on_gpus
@@ -148,12 +149,36 @@ def _measure(
 ) -> tuple[dict[str, OpCost], LossCost | None]:
     clock = StopWatch(device)
     tiny = torch.ones(1, device=device, requires_grad=True)
-    attributes = {**capture.state, TRAINING: True, DTYPE: capture.dtype}
-    state, modules = _Moved(attributes, device), _Moved(capture.modules, device)
+    modules, state = _moved(capture, device)
     engine_ms = backward_ms(clock, tiny + 0, [tiny])
     meter = Meter(capture, modules, device, clock, engine_ms)
     outputs = run_graph(capture.graph, modules, state, [tensor.clone() for tensor in given], meter)
     return meter.costs, criterion.cost(outputs, clock, device) if criterion else None
+
+
+def _run_smallest(
+    capture: Capture, inputs: Sequence[Tensor], n_microbatches: int, device: torch.device
+) -> None:
+    """Run the graph on the smallest micro-batch, if it has fewer rows than what is measured.
+
+    A batch norm, for one, can't train on one row.
+    """
+    smallest = []
+    for given, tensor in zip(capture.inputs, inputs, strict=True):
+        pieces = tensor.tensor_split(n_microbatches) if given.batched else (tensor,)
+        if given.batched and len(pieces[-1]) == len(pieces[0]):
+            return
+        smallest.append(pieces[-1].detach().to(device).clone())
+    with torch.no_grad():
+        run_graph(capture.graph, *_moved(capture, device), smallest)
+
+
+def _moved(
+    capture: Capture, device: torch.device
+) -> tuple[Mapping[str, nn.Module], Mapping[str, Any]]:
+    """Modules and state for a run of the graph in train mode on `device`."""
+    attributes = {**capture.state, TRAINING: True, DTYPE: capture.dtype}
+    return _Moved(capture.modules, device), _Moved(attributes, device)
 
 
 def _like(

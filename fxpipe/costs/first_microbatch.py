@@ -35,9 +35,11 @@ def first_microbatch(
     ]
     try:
         yield given
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, IndexError) as error:
+        whole = [spec.name for spec in capture.inputs if not spec.batched]
+        hint = f"\n{', '.join(whole)}: given whole to each micro-batch" if whole else ""
         raise InputError(
             f"{capture.model_name} fails on a micro-batch of {rows // n_microbatches} rows, though "
             f"not on the whole batch of {rows}: use fewer micro-batches or a larger batch\n"
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}{hint}"
         ) from error

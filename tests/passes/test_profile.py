@@ -273,6 +273,27 @@ def test_a_microbatch_that_the_model_refuses_is_told():
         measured(model, torch.randn(2, 6), m=2)
 
 
+def test_so_is_a_smaller_one_than_is_measured():
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6))
+    with pytest.raises(InputError, match=r"micro-batch of 1 rows.*batch of 3: use fewer"):
+        measured(model, torch.randn(3, 6), m=2)
+
+
+def test_an_index_beyond_the_rows_of_a_microbatch_is_told_with_what_goes_whole():
+    class Edges(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = torch.nn.Linear(6, 6)
+
+        def forward(self, nodes, edges):
+            return self.mix(nodes)[edges].sum(0) + nodes
+
+    inputs = torch.randn(8, 6), torch.tensor([0, 7, 3])
+    captured = capture(Edges(), inputs, {})
+    with pytest.raises(InputError, match="IndexError: .*\nedges: given whole to each"):
+        profile(captured, Edges(), inputs, n_microbatches=4, devices=parse_devices("cpu*2"))
+
+
 def test_measuring_leaves_buffers_alone():
     model = models.Norms()
     measured(model, torch.randn(8, 3, 8, 8))
