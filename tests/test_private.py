@@ -46,6 +46,7 @@ PRIVATE = {
     "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode": "capture/dynamo.py",
     "torch._compile._disable_dynamo": "runtime/batchnorm.py",
     "torch.ops.higher_order.tag_activation_checkpoint": "capture/graph.py",
+    "torch._C._autograd._get_data_attr": "capture/graph.py",
     "torch.utils.checkpoint.CheckpointFunction": "no_checkpoints.py",
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator": "no_checkpoints.py",
     "torch.utils._python_dispatch.TorchDispatchMode": (

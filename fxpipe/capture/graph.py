@@ -31,6 +31,8 @@ _METHODS: dict[Target, str] = {
     torch.ops.aten.sym_numel.default: "numel",
     torch.ops.aten.sym_stride.int: "stride",
 }
+# What Dynamo calls for `tensor.data`.
+_DATA: Target = torch._C._autograd._get_data_attr
 
 
 def own_graph(
@@ -172,6 +174,8 @@ class _Builder:
             target = self._own(function, node).apply
         elif target in _METHODS:
             op, target = "call_method", _METHODS[target]
+        elif target is _DATA:
+            target, args, name = getattr, (*args, "data"), "data"
         elif isinstance(target, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
             target = public(target, node)
         if name.startswith(("child", "trampoline")):  # words of pytree's and of Dynamo's

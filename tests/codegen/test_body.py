@@ -214,6 +214,25 @@ def test_a_write_in_place_stays_a_statement():
     ]
 
 
+def test_data_of_a_buffer_is_written_as_the_user_wrote_it(tmp_path):
+    class Average(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+            self.register_buffer("mean", torch.zeros(6))
+
+        def forward(self, x):
+            y = self.mix(x)
+            self.mean.data.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+            return y - self.mean
+
+    def rows(batch):
+        return {"x": torch.randn(batch, 6)}
+
+    package = verified(Average, rows, tmp_path, devices="cpu*1")
+    assert "self.mean.data.mul_(0.9)" in package.files["stage_0.py"]
+
+
 def test_each_mode_stands_in_one_branch():
     class Shrinks(nn.Module):
         def forward(self, x):
