@@ -27,7 +27,6 @@ from fxpipe.runtime.random import microbatch_seeds
 from fxpipe.runtime.structure import describe, rebuild
 from fxpipe.target import Target
 
-
 # What torch says of numbers that it has no kernel for, or that are not alike.
 _OF_DTYPES = re.compile("dtype|scalar type|float|double", re.IGNORECASE)
 

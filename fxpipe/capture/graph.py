@@ -32,7 +32,7 @@ _METHODS: dict[Target, str] = {
     torch.ops.aten.sym_stride.int: "stride",
 }
 # What Dynamo calls for `tensor.data`.
-_DATA: Target = torch._C._autograd._get_data_attr
+_DATA: Target = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
 
 def own_graph(

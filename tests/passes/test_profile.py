@@ -290,7 +290,7 @@ def test_an_index_beyond_the_rows_of_a_microbatch_is_told_with_what_goes_whole()
 
     inputs = torch.randn(8, 6), torch.tensor([0, 7, 3])
     captured = capture(Edges(), inputs, {})
-    with pytest.raises(InputError, match="IndexError: .*\nedges: given whole to each"):
+    with pytest.raises(InputError, match=r"IndexError: .*\nedges: given whole to each"):
         profile(captured, Edges(), inputs, n_microbatches=4, devices=parse_devices("cpu*2"))
 
 
