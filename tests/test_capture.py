@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import fxpipe
 from fxpipe.capture import capture
+from fxpipe.capture.check import Check
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.ops.interpret import by_mode
 from fxpipe.target import Target
@@ -234,6 +235,41 @@ def test_a_mode_is_told_apart_however_small_its_effect():
 
     captured = capture(Faint(), (torch.randn(4, 6),), {})
     assert [node.target for node in captured.graph.nodes].count(by_mode) == 1
+
+
+def test_what_only_eval_mode_computes_is_left_out_where_it_can_not_be_checked(
+    tmp_path, monkeypatch
+):
+    run = Check._captured
+
+    def failing(self, training, hook):
+        if not training:
+            raise RuntimeError("as where a size is another one in eval mode")
+        return run(self, training, hook)
+
+    monkeypatch.setattr(Check, "_captured", failing)
+    package = compile_flat(models.Auxiliary(), (torch.randn(8, 6),), devices=2, microbatches=2)
+    assert package.capture.checked == "train"
+    assert not any("self.post(" in text for text in package.files.values())
+    assert "train" not in package.manifest.output_structure
+    fxpipe.load(package.write(tmp_path / "out")).train()(torch.randn(8, 6))
+
+
+def test_modes_with_equal_ops_are_told_apart_by_how_arguments_are_nested():
+    class Indices(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+
+        def forward(self, x):
+            y = self.mix(x)
+            rows, scale = y.sum(1), y.sum(0)
+            if self.training:
+                y = y + rows[:, None]
+            return y * scale[None, :]
+
+    captured = capture(Indices(), (torch.randn(8, 6),), {})
+    assert captured.checked == "train and eval"
 
 
 def test_another_output_in_eval_mode_is_captured_too():

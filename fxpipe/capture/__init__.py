@@ -19,7 +19,7 @@ from fxpipe.capture.first_calls import first_calls
 from fxpipe.capture.functions import Functions
 from fxpipe.capture.graph import own_graph
 from fxpipe.capture.inputs import batch_of, bind, copies, flat_inputs, input_names, with_rows
-from fxpipe.capture.modes import depends_on_mode, merge_modes
+from fxpipe.capture.modes import depends_on_mode, forget_eval, merge_modes
 from fxpipe.capture.names import ModelNames, model_names
 from fxpipe.capture.refuse import (
     refuse_hooks,
@@ -207,6 +207,8 @@ def _trace(
     evaluates = found.agrees_in_eval and ("eval" in outputs) == ("eval" in flat.outputs)
     if len(there) > 1 and not evaluates:
         raise CaptureError("eval mode may not leave open what train mode does")
+    if not evaluates:
+        outputs = forget_eval(graph, outputs)
     return _Traced(
         graph,
         modules,

@@ -51,6 +51,11 @@ def kind_of(node: fx.Node) -> tuple[str, str, str, tuple[Autocast, ...]]:
     return node.op, str(node.target), node.meta.get("module", ""), autocasts
 
 
+def form_of(node: fx.Node) -> str:
+    """How its arguments are nested, whatever they are: in `leaves_of` a slice is three of them."""
+    return str(fx.node.map_aggregate((node.args, node.kwargs), lambda _: 0))
+
+
 def leaves_of(node: fx.Node) -> list[Any]:
     """All arguments, in the order in which `map_aggregate` meets them."""
     found: list[Any] = []

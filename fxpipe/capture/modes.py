@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.capture.dynamo import FlatModel
-from fxpipe.capture.edit import Flags, Trace, kind_of, leaves_of, ops_of
+from fxpipe.capture.edit import Flags, Trace, form_of, kind_of, leaves_of, ops_of
 from fxpipe.errors import FxpipeError
 from fxpipe.ir import Op
 from fxpipe.ops.constants import same
 from fxpipe.ops.interpret import DTYPE, HUNK, MODE, TRAINING, by_mode, model_dtype, when_training
-from fxpipe.runtime.leaves import in_mode, renumbered
+from fxpipe.runtime.leaves import in_mode, places, renumbered
 from fxpipe.runtime.structure import Structure
 
 _ATTENTION: object = torch._C._nn.scaled_dot_product_attention
@@ -57,6 +57,21 @@ def merge_modes(
     return modules, _Merge(graph, twin, model_dtype(model)).run(model.outputs)
 
 
+def forget_eval(graph: fx.Graph, outputs: Structure) -> Structure:
+    """Leave in `graph`, in place, what train mode runs; gives its outputs' structure."""
+    output, kept = graph.output_node(), in_mode(outputs, training=True)
+    # Those of eval mode alone were added behind.
+    output.args = (output.args[0][: 1 + max(places(kept), default=-1)],)  # type: ignore[index]
+    for node in reversed(list(graph.nodes)):
+        if node.target is by_mode:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if node.meta.pop(MODE, True) is False:
+            graph.erase_node(node)
+    return kept
+
+
 class _Merge:
     """Walks both graphs; `mapped` gives the node of `graph` that holds a value of `twin`."""
 
@@ -70,7 +85,9 @@ class _Merge:
 
     def _parts(self) -> Sequence[tuple[str, int, int, int, int]]:
         """Runs of ops that are equal or of one mode, as difflib's opcodes."""
-        ours, theirs = ([kind_of(n) for n in ops_of(graph)] for graph in (self.graph, self.twin))
+        ours, theirs = (
+            [(kind_of(n), form_of(n)) for n in ops_of(graph)] for graph in (self.graph, self.twin)
+        )
         return SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
 
     def run(self, outputs: Structure) -> Structure:
@@ -176,12 +193,11 @@ class _Merge:
         return self.flags.attribute(DTYPE) if leaf == self.own else leaf
 
     def _compatible(self, node: fx.Node, twin: fx.Node) -> bool:
-        """Whether all constants that differ are ones that can be opened."""
-        ours, theirs = leaves_of(node), leaves_of(twin)
-        return len(ours) == len(theirs) and all(
+        """Whether all constants that differ, of arguments of one form, can be opened."""
+        return all(
             (isinstance(a, fx.Node) and (isinstance(b, fx.Node) or "text" in a.meta))
             or same(a, b)
             or (a is True and b is False)
             or (isinstance(a, float) and isinstance(b, float) and b == 0.0)
-            for a, b in zip(ours, theirs, strict=True)
+            for a, b in zip(leaves_of(node), leaves_of(twin), strict=True)
         )
