@@ -53,6 +53,7 @@ def test_perfetto_gets_both_steps():
         (("out", "-o", "net.py/seen.svg"), "net.py/seen.svg can't be written"),
         (("out", "-o", "seen.svg", "--trace", "none.json"), "none.json"),
         (("out", "-o", "seen.svg", "--trace", "net.py"), "net.py is no trace of a step"),
+        (("out", "-o", "seen.svg", "--trace", "none.json"), "none.json is no trace of a step"),
     ],
 )
 def test_timeline_refuses_with_one_message(arguments, expected):

@@ -77,6 +77,7 @@ def test_inputs_are_positional_or_by_name(write, made, args, kwargs):
 
 def test_messages_name_what_is_missing(write):
     assert "there is no file nowhere.py" in message("nowhere.py")
+    assert ". is a folder: TARGET is model.py" in message(".")
     assert "'' names no file and no module: TARGET is model.py" in message("")
     assert "':build' names no file" in message(":build")
     assert "no module nowhere" in message("nowhere.model:build")

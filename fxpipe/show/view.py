@@ -124,7 +124,7 @@ def measured(manifest: Manifest, path: Path) -> View:
         data = json.loads(path.read_text(encoding="utf-8"))
         found = [event for event in data["traceEvents"] if event["ph"] == "X"]
         actual, beside = (_events(found, process, len(manifest.devices)) for process in (0, 1))
-    except (ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(
             f"{path} is no trace of a step: write one with pipe.trace({path.name!r})"
         ) from error

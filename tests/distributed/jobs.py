@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import os
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -322,11 +323,13 @@ def averaged(folder: Path) -> str:
     _, average = pair(folder, toys.CHAIN)
     expected, inputs = copy.deepcopy(model), toys.CHAIN.inputs()
     refused = ""
-    try:
-        copy.deepcopy(pipe)
-    except InputError as error:
-        refused = str(error)
+    for make in (copy.deepcopy, pickle.dumps):
+        try:
+            make(pipe)
+        except InputError as error:
+            refused += str(error)
     assert "load the package a second time" in refused
+    assert "can't be pickled" in refused
     for _ in range(2):
         toys.plain_step(toys.CHAIN, model, inputs, 4)
         pipe.step(*inputs, loss_fn=toys.mean_loss)

@@ -119,6 +119,12 @@ class RankEngine(Pipeline):
             "parameters() and buffers() into that one's"
         )
 
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise InputError(
+            "a pipeline over processes can't be pickled: save its state_dict() or, by all ranks "
+            "together, fxpipe.checkpoint.save"
+        )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._weights.refuse_other_dtypes(fn, [*self.parameters()])
         return super()._apply(fn, recurse)

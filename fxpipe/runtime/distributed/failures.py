@@ -120,6 +120,7 @@ class Failures:
 
 def _told(error: BaseException) -> str:
     """An error in words, with its notes."""
-    text = str(error) if isinstance(error, FxpipeError) else f"{type(error).__name__}: {error}"
+    said, kind = str(error), type(error).__name__
+    text = said if isinstance(error, FxpipeError) else f"{kind}: {said}" if said else kind
     notes = "; ".join(getattr(error, "__notes__", ()))
     return f"{text} ({notes})" if notes else text
