@@ -64,8 +64,16 @@ def check_settings(
 
 
 def usual_microbatches(n_devices: int, batch: int | None = None) -> int:
-    """Twice the devices, at most a row each of the batch; how many there are if none is asked."""
-    return 2 * n_devices if batch is None else min(batch, 2 * n_devices)
+    """Twice the devices, at most a row each of the batch; how many there are if none is asked.
+
+    If some had one row and others two, fewer, of two rows at least, as long as there is one for
+    each device: a batch norm can't train on one row.
+    """
+    if batch is None:
+        return 2 * n_devices
+    most = min(batch, 2 * n_devices)
+    mixed = most < batch < 2 * most
+    return batch // 2 if mixed and batch // 2 >= n_devices else most
 
 
 def microbatch_counts(

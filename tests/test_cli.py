@@ -14,6 +14,7 @@ from typer.testing import Result
 import fxpipe
 from fxpipe import target as targets
 from fxpipe.runtime import load
+from fxpipe.settings import usual_microbatches
 
 
 @pytest.fixture(autouse=True)
@@ -231,6 +232,14 @@ def test_numbers_beyond_all_reason_are_refused_before_the_work(options, says):
     Path("empty.csv").touch()
     with mock.patch("fxpipe.compiler.capture_model", side_effect=AssertionError):
         assert says in refused("compile", write(), "--devices", 2, "-o", "out", *options)
+
+
+@pytest.mark.parametrize(
+    ("n_devices", "batch", "expected"),
+    [(2, 8, 4), (3, 8, 4), (3, 13, 6), (3, 5, 5), (4, 8, 8), (4, 11, 5), (5, 3, 3), (3, None, 6)],
+)
+def test_no_micro_batch_has_one_row_while_others_have_two(n_devices, batch, expected):
+    assert usual_microbatches(n_devices, batch) == expected
 
 
 def test_fewer_rows_than_microbatches():

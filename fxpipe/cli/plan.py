@@ -44,7 +44,7 @@ def plan_command(
         typer.Option(min=1, help=f"Rows of a training step of TARGET. [default: {BATCH}]"),
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option(min=1, help="[default: the table's, or twice the devices]")
+        int | None, typer.Option(min=1, help="[default: as for compile]")
     ] = None,
     schedule: Annotated[
         str | None,

@@ -22,7 +22,7 @@ def profile_command(
     batch: Annotated[int, typer.Option(min=1, help="Rows of a training step.")] = BATCH,
     microbatches: Annotated[
         int | None,
-        typer.Option(min=1, help="[default: twice the devices, at most the batch]"),
+        typer.Option(min=1, help="[default: as for compile]"),
     ] = None,
     profile: Annotated[
         str | None,
