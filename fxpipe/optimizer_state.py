@@ -92,9 +92,9 @@ def refuse_other_settings(
                     "same kind, or load the weights alone"
                 )
             first, other = settings[own[0]].value, settings[name].value
-            for key in first.keys() & other.keys():
+            for key in first:
                 # Some are tensors, or tuples of them.
-                if repr(first[key]) != repr(other[key]):
+                if key in other and repr(first[key]) != repr(other[key]):
                     raise WeightsError(
                         f"{own[0]} and {name} are in one group of the optimizer, and were saved "
                         f"with {key} {first[key]} and {other[key]}: put them into the groups they "

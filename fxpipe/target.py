@@ -140,8 +140,8 @@ def load(text: str) -> Target:
     if not source:
         raise TargetError(f"{text!r} names no file and no module: {_FORMS}")
     factory = factory or "build"
-    is_file = source.endswith(".py") or os.sep in source
-    if Path(source).is_dir() and (is_file or source.startswith(".")):
+    is_file = source.endswith(".py") or os.sep in source or source.startswith(".")
+    if is_file and Path(source).is_dir():
         raise TargetError(f"{source} is a folder: {_FORMS}")
     if is_file and not Path(source).is_file():
         raise TargetError(f"there is no file {source}: {_FORMS}")

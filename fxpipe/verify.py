@@ -20,7 +20,7 @@ from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.microbatch import unmergeable
 from fxpipe.runtime.stream import Devices, place
 from fxpipe.target import Target
-from fxpipe.verify_case import Case, case_of
+from fxpipe.verify_case import Case, case_of, is_of_dtypes
 from fxpipe.verify_part import verify_part
 
 SEED = 0
@@ -138,7 +138,7 @@ def _told_of_dtype(dtype: str) -> Iterator[None]:
     try:
         yield
     except StageError as error:
-        if dtype != "float64" or "dtype" not in str(error):
+        if dtype != "float64" or not is_of_dtypes(error):
             raise
         raise StageError(
             f"{error}\nA tensor that is neither a parameter nor a buffer stays in the dtype that "

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import InputError, TargetError
+from fxpipe.errors import FxpipeError, InputError, TargetError
 from fxpipe.loss import loss_of
 from fxpipe.no_checkpoints import no_checkpoints
 from fxpipe.precision import in_precision
@@ -235,10 +235,15 @@ def running_plain(target: Target, model: nn.Module, dtype: torch.dtype) -> Itera
         with target.running(what, alone=True), no_checkpoints():
             yield
     except TargetError as error:
-        if dtype != torch.float64 or not _OF_DTYPES.search(str(error.__cause__)):
+        if dtype != torch.float64 or not is_of_dtypes(error):
             raise
         hint = "Where it runs in float32 alone: verify with --dtype float32"
         raise TargetError(f"{error}\n{hint}") from error.__cause__
+
+
+def is_of_dtypes(error: FxpipeError) -> bool:
+    """Whether what torch or the model raised, which is its cause, speaks of dtypes."""
+    return bool(_OF_DTYPES.search(str(error.__cause__)))
 
 
 def _kept(output: Any) -> list[Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.costs.criterion import Criterion
-from fxpipe.costs.first_microbatch import first_microbatch
+from fxpipe.costs.first_microbatch import first_microbatch, microbatch
 from fxpipe.costs.libraries import drop_workspaces
 from fxpipe.costs.links import measure_network
 from fxpipe.costs.meter import Meter
@@ -69,13 +69,15 @@ def profile(
     torch.set_num_threads(threads_per_lane(devices))
     try:
         with (
-            first_microbatch(capture, inputs, n_microbatches) as microbatch,
+            first_microbatch(capture, inputs, n_microbatches) as largest,
             untouched(model, capture.state),
             use_streams([current_stream(devices[0])]),
         ):
-            given = [tensor.to(device) for tensor in microbatch]
+            given = [tensor.to(device) for tensor in largest]
             model.train()
-            _run_smallest(capture, inputs, n_microbatches, device)
+            smallest = microbatch(capture, inputs, n_microbatches, -1)
+            if [t.shape for t in smallest] != [t.shape for t in largest]:
+                _try(capture, smallest, device)
             if criterion is not None:
                 criterion = criterion.moved(lambda tensor: tensor.to(device))
             measure = partial(_on_lanes, apart=apart) if device.type == "cpu" else _on_gpus
@@ -156,21 +158,11 @@ def _measure(
     return meter.costs, criterion.cost(outputs, clock, device) if criterion else None
 
 
-def _run_smallest(
-    capture: Capture, inputs: Sequence[Tensor], n_microbatches: int, device: torch.device
-) -> None:
-    """Run the graph on the smallest micro-batch, if it has fewer rows than what is measured.
-
-    A batch norm, for one, can't train on one row.
-    """
-    smallest = []
-    for given, tensor in zip(capture.inputs, inputs, strict=True):
-        pieces = tensor.tensor_split(n_microbatches) if given.batched else (tensor,)
-        if given.batched and len(pieces[-1]) == len(pieces[0]):
-            return
-        smallest.append(pieces[-1].detach().to(device).clone())
+def _try(capture: Capture, given: Sequence[Tensor], device: torch.device) -> None:
+    """Run the graph on `given`, of which a batch norm, for one, may have too few rows."""
     with torch.no_grad():
-        run_graph(capture.graph, *_moved(capture, device), smallest)
+        own = [tensor.to(device, copy=True) for tensor in given]
+        run_graph(capture.graph, *_moved(capture, device), own)
 
 
 def _moved(

@@ -18,6 +18,16 @@ def check_rows(rows: int, n_microbatches: int) -> None:
         )
 
 
+def microbatch(
+    capture: Capture, inputs: Sequence[Tensor], n_microbatches: int, i: int
+) -> list[Tensor]:
+    """Micro-batch i of `inputs`: the first is the largest, the last the smallest."""
+    return [
+        (tensor.tensor_split(n_microbatches)[i] if given.batched else tensor).detach()
+        for tensor, given in zip(inputs, capture.inputs, strict=True)
+    ]
+
+
 @contextmanager
 def first_microbatch(
     capture: Capture, inputs: Sequence[Tensor], n_microbatches: int
@@ -29,12 +39,8 @@ def first_microbatch(
     batched = [given.batched for given in capture.inputs]
     rows = len(inputs[batched.index(True)])
     check_rows(rows, n_microbatches)
-    given = [
-        (tensor.tensor_split(n_microbatches)[0] if is_batched else tensor).detach()
-        for tensor, is_batched in zip(inputs, batched, strict=True)
-    ]
     try:
-        yield given
+        yield microbatch(capture, inputs, n_microbatches, 0)
     except (RuntimeError, ValueError, IndexError) as error:
         whole = [spec.name for spec in capture.inputs if not spec.batched]
         hint = f"\n{', '.join(whole)}: given whole to each micro-batch" if whole else ""

@@ -589,8 +589,8 @@ def failing(folder: Path, where: str) -> tuple[str, str]:
     if where == "stage" and pipe.is_last:
         module = pipe._stages[-1].module
         module.register_forward_pre_hook(fail_at(2))
-    failing = {"loss": _bad_loss, "inside": lambda *_: pipe.step(x, loss_fn=toys.mean_loss)}
-    loss_fn = failing.get(where, toys.mean_loss)
+    losses = {"loss": _bad_loss, "inside": lambda *_: pipe.step(x, loss_fn=toys.mean_loss)}
+    loss_fn = losses.get(where, toys.mean_loss)
     found = []
     for _ in range(2):
         try:

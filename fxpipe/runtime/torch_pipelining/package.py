@@ -24,7 +24,7 @@ from fxpipe.runtime.distributed.agreement import refuse_differing
 from fxpipe.runtime.distributed.device import device_of, refuse_backend, refuse_shared
 from fxpipe.runtime.distributed.shared_weights import first_names, holders
 from fxpipe.runtime.end import LossFn
-from fxpipe.runtime.files import Files, code_digests, read_files, read_plan
+from fxpipe.runtime.files import Files, code_digests, read_files, read_plan, weights_of
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.relay import relayed
 from fxpipe.runtime.segment import checkpoint
@@ -133,8 +133,9 @@ def to_torch_pipelining(
     crossing = crossings(manifest, known, dtype)
     ends = Ends(manifest, reads(manifest)[-1], (known["batch"],) * manifest.microbatches)
     parts = TorchPipelining(manifest, stages, crossing, ends, group, folder, files.buffers)
-    if (folder / "weights").is_dir():
-        parts.load_weights(folder / "weights")
+    weights = weights_of(folder, planned)
+    if weights is not None:
+        parts.load_weights(weights)
     return parts
 
 
