@@ -7,6 +7,7 @@ import pytest
 import torch
 from flat import compile_flat, verified
 from torch import nn
+from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -119,6 +120,21 @@ def test_the_models_own_dtype_stays_open_and_a_written_one_does_not():
     assert captured.literals[zeros.kwargs["dtype"].name] == "dtype"
     assert to.args[1] == torch.float32
     assert captured.literals[own.args[1].name] == "dtype"
+
+
+class Variational(models.Chain):
+    """Its distributions would look at their arguments' values, a branch that nobody can trace."""
+
+    def forward(self, x):
+        posterior = Normal(self.layers[:2](x), self.layers[2:](x).exp())
+        prior = Normal(torch.zeros_like(x), torch.ones_like(x))
+        return posterior.rsample(), kl_divergence(posterior, prior).sum(-1)
+
+
+def test_distributions_are_captured_and_check_their_arguments_again_afterwards(tmp_path):
+    verified(Variational, rows, tmp_path)
+    with pytest.raises(ValueError, match="scale"):
+        Normal(torch.zeros(1), -torch.ones(1))
 
 
 def rows(batch):
@@ -500,6 +516,17 @@ class PythonDraws(nn.Module):
         return x * random.uniform(0.5, 1.0)
 
 
+class PythonPaths(models.Chain):
+    def forward(self, x):
+        return self.layers(x if random.random() < 0.5 else -x)
+
+
+class Padded(nn.Module):
+    def forward(self, x):
+        lengths = torch.full((len(x),), 3)
+        return nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True).data
+
+
 class NewBuffer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -546,6 +573,7 @@ class Quantized(models.Chain):
         (Frozen(), ["one batch size only", "view(4, 6)", "x.size(0)"]),
         (WritesItsWeight(), ["writes the parameter 'second.weight'", "outside of forward"]),
         (PythonDraws(), ["Python's random module", "torch.rand(())"]),
+        (PythonPaths(), ["Python's random module", "torch.rand(())", "random.random() < 0.5"]),
         (
             Quantized(),
             [
@@ -563,6 +591,12 @@ def test_what_cannot_be_captured_names_the_line_and_the_way_out(model, says):
     with pytest.raises(CaptureError) as error:
         capture(model, (torch.randn(4, 6),), {})
     assert all(words in str(error.value) for words in says), str(error.value)
+
+
+def test_hints_are_about_the_model_not_about_torch():
+    with pytest.raises(CaptureError, match="Avoid calling the function") as error:
+        capture(Padded(), (torch.randn(4, 6),), {})
+    assert "torch._dynamo" not in str(error.value)
 
 
 @pytest.mark.parametrize(

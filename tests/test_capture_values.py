@@ -42,6 +42,7 @@ def kept(forward, x):
         lambda self, x: x.view(-1, 6).relu(),
         lambda self, x: x.expand(x.size(0), 6).relu(),
         lambda self, x: F.dropout(x, 0.0, self.training).relu(),
+        lambda self, x: torch.broadcast_tensors(x, torch.zeros(6))[0].relu(),
     ],
 )
 def test_what_changes_nothing_is_left_out(forward):
@@ -52,6 +53,14 @@ def test_adding_zero_is_left_out_of_whole_numbers_only():
     plus = lambda self, x: (x + 0).abs()  # noqa: E731
     assert kept(plus, torch.arange(4)) == ["abs"]
     assert operator.add in kept(plus, torch.randn(4))  # -0.0 + 0 is 0.0
+
+
+def test_a_value_is_named_after_nothing_that_was_left_out_unless_the_user_did():
+    def forward(self, x):
+        mean, scale = torch.broadcast_tensors(x.cos(), x.exp())
+        return (mean * scale).relu() - torch.broadcast_tensors(x.sin(), x)[0]
+
+    assert names(forward) == ["mean", "scale", "product", "relu", "sin", "output"]
 
 
 def test_what_is_written_later_is_a_value_of_its_own():

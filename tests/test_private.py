@@ -30,6 +30,7 @@ PRIVATE = {
     "torch._dynamo.variables.user_defined.UserDefinedClassVariable.call_function": (
         "capture/dtype_reads.py"
     ),
+    "torch.distributions.Distribution._validate_args": "capture/dynamo.py",
     "torch._dynamo.metrics_context": "capture/dynamo.py",
     "torch._dynamo.variables.constant.ConstantVariable.create": "capture/rules.py",
     "torch._dynamo.variables.tensor.TensorVariable.unpack_var_sequence": "capture/rules.py",

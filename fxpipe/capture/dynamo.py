@@ -14,6 +14,7 @@ import torch
 from sympy import preorder_traversal
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import (
     ConstraintViolationError,
     GuardOnDataDependentSymNode,
@@ -126,6 +127,8 @@ def dynamo_graph(
             quiet(),
             torch._dynamo.config.patch(_SETTINGS),
             patch("torch._dynamo.guards.build_guard_function", _no_guard),
+            # A branch on values. What the checks would tell, a plain forward tells as it is read.
+            patch.object(Distribution, "_validate_args", False),
             _average_by_a_number(model),
             numbers_of_python(model),
             warnings.catch_warnings(),

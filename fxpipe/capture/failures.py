@@ -7,6 +7,9 @@ PYTHON_DRAWS = (
     "with torch, as torch.rand(()), which a pipeline seeds for each micro-batch"
 )
 
+# In hints on how to change torch, not the model.
+_ABOUT_TORCH = ("torch._dynamo", "torch.compiler", "PyTorch")
+
 
 def numpy_arrays(place: str) -> str:
     """That numpy's arrays are computed with at `place`."""
@@ -42,6 +45,8 @@ def unsupported(error: Exception) -> str:
             "They go back through all that came before, of which a stage has but its part: let the "
             "loss compute them, or a model around the pipeline."
         )
+    if "<unknown module>.Random." in str(error):
+        return f"{PYTHON_DRAWS}\nIt does, {place_text(frame)}"
     _, _, operator = str(error).partition("unsupported operator: ")
     if operator:
         return (
@@ -55,7 +60,11 @@ def unsupported(error: Exception) -> str:
     reasons = [line for line in lines if line.startswith("Explanation:")] or lines[:1]
     _, raised, exception = str(error).partition("context: raised exception ")
     reasons += [f"Tracing it raised {exception.splitlines()[0]}"] if raised else []
-    hints = [line for line in lines if line.startswith("Hint:")]
+    hints = [
+        line
+        for line in lines
+        if line.startswith("Hint:") and not any(word in line for word in _ABOUT_TORCH)
+    ]
     return "\n".join(
         [
             f"the model can't be captured as one graph, {place_text(frame)}",

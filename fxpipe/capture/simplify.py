@@ -39,8 +39,7 @@ def simplify(graph: fx.Graph, ops: Mapping[str, Op]) -> bool:
         given = _passes_on(node)
         if given is not None and pure(node) and all(map(_may_read_another, node.users)):
             later = "variable" in node.meta or named_by_user(node)
-            alone = len(given.users) == 1 and later
-            if given.op.startswith("call_") and (alone or not named_by_user(given)):
+            if later and given.op.startswith("call_") and _takes_name(given):
                 given.meta["variable"] = node.meta.get("variable", node.name)
             _replace(node, given)
     seen: dict[str, fx.Node] = {}
@@ -100,6 +99,11 @@ class _Pure:
         return node.name if op is None else op.storage
 
 
+def _takes_name(node: fx.Node) -> bool:
+    """Whether a value that the user gives a name only after an op without effect may have it."""
+    return len(node.users) == 1 or not named_by_user(node)
+
+
 def _replace(node: fx.Node, by: fx.Node) -> None:
     hand_on(node.meta.get(FORMALS, {}), by)
     node.replace_all_uses_with(by)
@@ -119,7 +123,7 @@ def _counts(node: fx.Node) -> bool:
 
 def _passes_on(node: fx.Node) -> fx.Node | None:
     """The operand that the result of `node` always equals, if there is one."""
-    for operand in node.all_input_nodes:
+    for operand in (*node.all_input_nodes, *_broadcast(node)):
         if _alike(node, operand) and _equals(node, operand):
             return operand
     return None
@@ -145,6 +149,8 @@ def _equals(node: fx.Node, operand: fx.Node) -> bool:
         return args[0] is operand and _numbers(args, operand) == [0]
     if target is operator.truediv:
         return args[0] is operand and _numbers(args, operand) == [1]
+    if operand in _broadcast(node):
+        return True
     if target is operator.getitem:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return args[0] is operand and all(any(part == whole for whole in _WHOLE) for part in index)
@@ -161,6 +167,17 @@ def _equals(node: fx.Node, operand: fx.Node) -> bool:
     if target == "to" and len(args) + len(node.kwargs) == 2:
         return _has_dtype(operand, [*args[1:], *node.kwargs.values()][0])
     return False
+
+
+def _broadcast(node: fx.Node) -> list[fx.Node]:
+    """What `node` is in its full shape: `torch.broadcast_tensors(a, b)[0]` is `a`."""
+    if node.target is not operator.getitem:
+        return []
+    source, index = node.args
+    if not isinstance(source, fx.Node) or source.target is not torch.broadcast_tensors:
+        return []
+    operand: Any = source.args[index]  # type: ignore[index]
+    return [operand] if isinstance(operand, fx.Node) else []
 
 
 def _numbers(args: Iterable[Any], operand: fx.Node) -> list[float] | None:
