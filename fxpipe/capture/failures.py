@@ -24,7 +24,8 @@ def frozen_batch(message: str, batch: int) -> str:
     place = place_text(user_frame(parse_stack(message)))
     return (
         f"forward works for one batch size only, {place}\n"
-        "A pipeline cuts the batch into micro-batches: write x.size(0) in place of the number.\n"
+        "A pipeline cuts the batch into micro-batches: write x.size(0) in place of the number, "
+        "which may not come from values of tensors either (`tolist`, `item`).\n"
         f"The batch is taken to be {batch}, dimension 0 of the first input with more than one row. "
         "If that input has no batch, give it last, by name."
     )

@@ -110,7 +110,15 @@ class _Pass:
         self._recomputed: tuple[list[Tensor], tuple[Tensor, ...]] | None = None
 
     def recompute(self, tensors: Sequence[Tensor]) -> None:
-        """Compute the outputs from `tensors`, which are the inputs and then the parameters."""
+        """Compute the outputs from `tensors`, which are the inputs and then the parameters.
+
+        Raises StageError where gradients shall have a graph: those of the outputs end here.
+        """
+        if torch.is_grad_enabled():
+            raise StageError(
+                "gradients of gradients (create_graph=True) don't come through what is computed "
+                "again: compile with --checkpoint never, or give GPipe checkpoint='never'"
+            )
         inputs = [_leaf(tensor) for tensor in tensors[: self.n_inputs]]
         named = dict(zip(self._parameters or (), tensors[self.n_inputs :], strict=True))
         # A tied parameter's stand-in has a history of its own; a leaf in its place ends the graph.

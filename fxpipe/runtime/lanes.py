@@ -68,6 +68,12 @@ class Lanes:
         after all have ended.
         """
         ambient = Ambient.capture()
+        if ambient.counts_saved and len(jobs) > 1:
+            raise InputError(
+                "torch.utils.checkpoint around a pipeline goes by the order in which tensors are "
+                "saved, which lanes that run at once don't have: let the pipeline compute stages "
+                "again (fxpipe compile --checkpoint); around pipe(x) use_reentrant=True does too"
+            )
         threads_before = torch.get_num_threads()
         interval_before = sys.getswitchinterval()
         collecting = gc.isenabled()

@@ -1,12 +1,13 @@
-"""Transforms that torch has for each thread are refused: other lanes would not see them."""
+"""What torch has for each thread is refused; gradients of gradients are the model's."""
 
 import pytest
 import torch
 from torch import func
 from torch.autograd import forward_ad
-from toys import CHAIN, both, mean_loss, same
+from torch.utils.checkpoint import checkpoint
+from toys import CHAIN, MODES, SKIPS, TIED, both, mean_loss, same
 
-from fxpipe.errors import InputError
+from fxpipe.errors import InputError, StageError
 
 
 def by_jvp(pipe, x):
@@ -37,16 +38,40 @@ def test_a_transform_is_refused_with_the_way_out(tmp_path, transform):
         transform(pipe, *CHAIN.inputs())
 
 
-def test_gradients_of_gradients_and_jacobians_are_the_models(tmp_path):
-    model, pipe = both(tmp_path, CHAIN)
+@pytest.mark.parametrize("mode", MODES)
+def test_jacobians_are_the_models(tmp_path, mode):
+    model, pipe = both(tmp_path, CHAIN, checkpoint=mode)
     (x,) = CHAIN.inputs(3)
     jacobian = torch.autograd.functional.jacobian
     assert same(jacobian(pipe, x), jacobian(model, x))
 
-    def twice(module):
-        loss = module(x).pow(2).sum()
-        first = torch.autograd.grad(loss, [*module.parameters()], create_graph=True)
-        return torch.autograd.grad(sum(g.pow(2).sum() for g in first), [*module.parameters()])
 
-    for ours, plain in zip(twice(pipe), twice(model), strict=True):
+def twice(module, inputs):
+    loss = module(*inputs).pow(2).sum()
+    first = torch.autograd.grad(loss, [*module.parameters()], create_graph=True)
+    return torch.autograd.grad(sum(g.pow(2).sum() for g in first), [*module.parameters()])
+
+
+@pytest.mark.parametrize("mode", ["never", "segment"])
+@pytest.mark.parametrize("toy", [CHAIN, SKIPS, TIED], ids=["chain", "skips", "tied"])
+def test_gradients_of_gradients_are_the_models(tmp_path, toy, mode):
+    model, pipe = both(tmp_path, toy, checkpoint=mode)
+    for ours, plain in zip(twice(pipe, toy.inputs()), twice(model, toy.inputs()), strict=True):
         assert same(ours, plain)
+
+
+@pytest.mark.parametrize("mode", ["except_last", "always"])
+def test_gradients_of_gradients_do_not_come_through_what_is_computed_again(tmp_path, mode):
+    _, pipe = both(tmp_path, CHAIN, checkpoint=mode)
+    with pytest.raises(StageError, match="--checkpoint never"):
+        twice(pipe, CHAIN.inputs())
+
+
+def test_torchs_checkpoint_around_lanes_is_that_of_their_order_or_refused(tmp_path):
+    model, pipe = both(tmp_path, CHAIN)
+    (x,) = CHAIN.inputs()
+    with pytest.raises(InputError, match="use_reentrant=True"):
+        checkpoint(pipe, x, use_reentrant=False)
+    for module in (model, pipe):
+        checkpoint(module, x.requires_grad_(), use_reentrant=True).mean().backward()
+    assert all(same(p.grad, pipe.get_parameter(name).grad) for name, p in model.named_parameters())
