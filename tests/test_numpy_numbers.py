@@ -66,3 +66,18 @@ def test_arrays_are_refused():
 
     with pytest.raises(CaptureError, match="computes with arrays of numpy"):
         capture(Sliced(), (torch.randn(4, 8),), {})
+
+
+class Ordered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+        self.order = np.array([3, 1, 2, 0, 5, 4, 7, 6])
+
+    def forward(self, x):
+        return self.mix(x)[:, self.order]
+
+
+def test_arrays_as_indices_are_refused():
+    with pytest.raises(CaptureError, match=r"an attribute is one.*torch\.from_numpy"):
+        capture(Ordered(), (torch.randn(4, 8),), {})

@@ -54,7 +54,7 @@ PRIVATE = {
         "capture/calls.py, capture/observe.py, costs/counted.py, costs/roofline.py, memory.py, "
         "runtime/drawing.py, runtime/memory.py"
     ),
-    "torch._subclasses.fake_tensor.FakeTensor": "memory.py",
+    "torch._subclasses.fake_tensor.FakeTensor": "capture/graph.py, memory.py",
     "torch._subclasses.fake_tensor.FakeTensorMode": "memory.py",
     "torch.nn.modules.module.register_module_parameter_registration_hook": "memory.py",
     "torch.utils.weak.WeakIdKeyDictionary": "memory.py",

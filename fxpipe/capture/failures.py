@@ -14,8 +14,8 @@ _ABOUT_TORCH = ("torch._dynamo", "torch.compiler", "PyTorch")
 def numpy_arrays(place: str) -> str:
     """That numpy's arrays are computed with at `place`."""
     return (
-        f"forward computes with arrays of numpy ({place}): make what it needs before, as tensors, "
-        "or as numbers by int() or float()"
+        f"forward computes with arrays of numpy ({place}): make what it needs before, as buffers "
+        "(torch.from_numpy), or as numbers by int() or float()"
     )
 
 
@@ -66,12 +66,11 @@ def unsupported(error: Exception) -> str:
         for line in lines
         if line.startswith("Hint:") and not any(word in line for word in _ABOUT_TORCH)
     ]
-    return "\n".join(
-        [
-            f"the model can't be captured as one graph, {place_text(frame)}",
-            *reasons,
-            *hints[:2],
+    way_out = "With --allow-graph-breaks the model's largest part without it is pipelined."
+    if "data-dependent" in str(error).lower():
+        way_out = (
             "A pipeline needs a forward whose path does not depend on the values of its tensors: "
-            "with --allow-graph-breaks it is made of the model's largest part that has one.",
-        ]
-    )
+            "with --allow-graph-breaks it is made of the model's largest part that has one."
+        )
+    failed = f"the model can't be captured as one graph, {place_text(frame)}"
+    return "\n".join([failed, *reasons, *hints[:2], way_out])

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import Argument, Target
 
 from fxpipe.capture.devices import device_of, make_on, name_devices, only_moves
 from fxpipe.capture.dynamo import function_of
+from fxpipe.capture.failures import numpy_arrays
 from fxpipe.capture.formals import FORMALS, Formals, formals_of, hand_on
 from fxpipe.capture.functions import Functions
 from fxpipe.capture.names import ModelNames
@@ -111,6 +113,8 @@ class _Builder:
                 "go through it: compute it in forward"
             )
         if name is None:
+            if isinstance(value, FakeTensor):  # Dynamo's, of an array whose values it leaves out
+                raise CaptureError(numpy_arrays("an attribute is one"))
             name = f"constant_{len(self.attributes)}"
             self.names.add_constant(name, value)
         if name not in self.attributes:
