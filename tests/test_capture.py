@@ -137,8 +137,8 @@ def test_distributions_are_captured_and_check_their_arguments_again_afterwards(t
         Normal(torch.zeros(1), -torch.ones(1))
 
 
-def rows(batch):
-    return {"x": torch.randn(batch, 6)}
+def rows(batch, dtype=torch.float32):
+    return {"x": torch.randn(batch, 6, dtype=dtype)}
 
 
 class Root(models.Chain):
@@ -269,6 +269,43 @@ def test_what_only_eval_mode_computes_is_left_out_where_it_can_not_be_checked(
     assert not any("self.post(" in text for text in package.files.values())
     assert "train" not in package.manifest.output_structure
     fxpipe.load(package.write(tmp_path / "out")).train()(torch.randn(8, 6))
+
+
+class Stops(models.Chain):
+    """Where gradients stop hangs on the mode, in these ways; the outputs never do."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def forward(self, x):
+        x = self.layers[:2](x)
+        if self.way == "in train" and self.training:
+            with torch.no_grad():
+                scale = self.layers[2].weight.exp().mean()
+        else:
+            scale = self.layers[2].weight.exp().mean()
+        if self.way == "in eval":
+            with torch.set_grad_enabled(self.training):
+                x = x.sin()
+        if self.way == "detached in eval":
+            x = x if self.training else x.detach()
+        return self.layers[2:](x * scale)
+
+
+@pytest.mark.parametrize("way", ["in train", "in eval", "detached in eval"])
+def test_gradients_in_eval_mode_are_the_models(tmp_path, way):
+    model = Stops(way)
+    package = compile_flat(model, kwargs=rows(8), devices=2, microbatches=4)
+    pipe = fxpipe.load(package.write(tmp_path / "out")).double().eval()
+    pipe.load_state_dict(model.double().eval().state_dict())
+    for module in (model, pipe):
+        torch.manual_seed(0)
+        module(**rows(8, torch.float64)).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        found = pipe.get_parameter(name).grad
+        assert (found is None) == (parameter.grad is None), name
+        assert found is None or torch.allclose(found, parameter.grad, rtol=1e-12), name
 
 
 def test_modes_with_equal_ops_are_told_apart_by_how_arguments_are_nested():

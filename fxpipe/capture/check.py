@@ -20,7 +20,15 @@ from fxpipe.capture.refuse import refuse_writes
 from fxpipe.difference import distance, largest
 from fxpipe.errors import CaptureError, FxpipeError, InputError
 from fxpipe.ir import Op
-from fxpipe.ops.interpret import DTYPE, TRAINING, Hook, model_dtype, run_graph, untouched
+from fxpipe.ops.interpret import (
+    DTYPE,
+    TRAINING,
+    Hook,
+    model_dtype,
+    plainly,
+    run_graph,
+    untouched,
+)
 from fxpipe.runtime.backward import differentiable
 from fxpipe.runtime.leaves import constants, in_mode, places
 from fxpipe.runtime.structure import Structure, describe
@@ -91,13 +99,25 @@ class Check:
         except (FxpipeError, RuntimeError, ValueError):  # another output, or an op of train mode
             agrees = identical = False
         else:
-            agrees = compare(expected, found) is None
+            agrees = compare(expected, found) is None and self._differentiates_in_eval()
             identical = agrees and all(
                 torch.equal(tensor, found.outputs[name])
                 for name, tensor in expected.outputs.items()
             )
         ops = merge_ops(self.graph, training.ops, evaluation.ops)
         return Checked(ops, True, agrees, identical)
+
+    def _differentiates_in_eval(self) -> bool:
+        """Whether gradients are the model's in eval mode too, which `no_grad` may be in or not."""
+        try:
+            expected = self._plain(training=False)
+        except RuntimeError:  # as of cuDNN's recurrent layers
+            return True
+        try:
+            found = self._captured(False, plainly)
+        except RuntimeError:
+            return False
+        return compare(expected, found) is None
 
     def _plain(self, training: bool) -> Result:
         structure = in_mode(self.flat.outputs, training)
@@ -162,7 +182,7 @@ def observe_run(run: Run, flat: FlatModel, state: Mapping[str, Tensor], training
             if not isinstance(tensor, nn.Parameter)
         }
         # Both read buffers, which get back their old values behind this block.
-        gradients = _gradients(outputs, state) if training else {}
+        gradients = _gradients(outputs, state)
         values = {f"output {k}": output.detach().clone() for k, output in enumerate(outputs)}
     return Result(values, gradients, buffers)
 

@@ -45,10 +45,10 @@ def ops_of(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op.startswith("call_") and "text" not in n.meta]
 
 
-def kind_of(node: fx.Node) -> tuple[str, str, str, tuple[Autocast, ...]]:
+def kind_of(node: fx.Node) -> tuple[str, str, str, bool, tuple[Autocast, ...]]:
     """Equal for ops that may be the same one in two graphs."""
-    autocasts = node.meta.get(REGION, PLAIN).autocasts
-    return node.op, str(node.target), node.meta.get("module", ""), autocasts
+    region = node.meta.get(REGION, PLAIN)
+    return node.op, str(node.target), node.meta.get("module", ""), region.grad, region.autocasts
 
 
 def form_of(node: fx.Node) -> str:

@@ -19,6 +19,7 @@ from fxpipe.errors import FxpipeError
 from fxpipe.ir import Op
 from fxpipe.ops.constants import same
 from fxpipe.ops.interpret import DTYPE, HUNK, MODE, TRAINING, by_mode, model_dtype, when_training
+from fxpipe.ops.regions import PLAIN, REGION
 from fxpipe.runtime.leaves import in_mode, places, renumbered
 from fxpipe.runtime.structure import Structure
 
@@ -187,6 +188,7 @@ class _Merge:
         node.meta = {**ours.meta, HUNK: ours.meta.get(HUNK, theirs.meta.get(HUNK))}
         node.meta.pop(MODE, None)
         node.meta.pop("text", None)
+        node.meta[REGION] = user.meta.get(REGION, PLAIN)
         return node
 
     def _own_dtype(self, leaf: Any) -> Any:
