@@ -99,7 +99,10 @@ class Body:
             else:
                 yield from self._write(node, writer, wanted=uses[node.name] > 0)
             made = [node, *(item for item in items if item is not None)]
-            self._assigned.update(value for value in made if uses[value.name] > 0)
+            bound = [value for value in made if uses[value.name] > 0]
+            self._assigned.update(bound)
+            anew = {self.names[value.name] for value in bound}
+            self._done = [name for name in self._done if name not in anew]
             self._outlive(*made)
             if node is not self.scope.nodes[-1]:
                 yield from self._delete()
@@ -279,8 +282,11 @@ def _settings(region: Region) -> Iterator[str]:
     if not region.grad:
         yield "torch.no_grad()"
     for each in region.autocasts:
-        cache = "" if each.cache is None else f", cache_enabled={each.cache}"
-        yield f"torch.autocast(device.type, dtype={each.dtype}, enabled={each.enabled}{cache})"
+        kind = "device.type" if each.here else f'"{each.device_type}"'
+        dtype = "" if each.dtype is None else f"dtype={each.dtype}, "
+        cached = each.enabled and each.cache is not None
+        cache = f", cache_enabled={each.cache}" if cached else ""
+        yield f"torch.autocast({kind}, {dtype}enabled={each.enabled}{cache})"
     if region.kernels is not None:
         chosen = ", ".join(f"SDPBackend.{name}" for name in region.kernels.names)
         order = ", set_priority=True" if region.kernels.in_order else ""

@@ -30,7 +30,7 @@ def names_device(node: fx.Node) -> bool:
     """Whether the line of `node` names the stage's device."""
     found: list[object] = []
     fx.node.map_aggregate((node.args, node.kwargs), found.append)
-    opens_autocast = bool(node.meta.get(REGION, PLAIN).autocasts)
+    opens_autocast = any(each.here for each in node.meta.get(REGION, PLAIN).autocasts)
     return opens_autocast or any(isinstance(value, torch.device) for value in found)
 
 

@@ -95,7 +95,7 @@ class _Builder:
                 self.fakes[id(self.values[node])] = node.meta.get("example_value")
                 self.formals[id(self.values[node])] = formals_of(node)
             elif node.op != "placeholder" and node.target not in _SKIPPED:
-                region = behind(node, self.region)
+                region = behind(node, self.region, self.device)
                 if region is None:
                     self.values[node] = self._call(node)
                 else:

@@ -20,12 +20,13 @@ REGION = "region"  # key of a node's meta
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """The settings of one `torch.autocast`; its device is that of the stage."""
+    """One `torch.autocast`, of the device that the model was on, which is `here`, or of another."""
 
     device_type: str
     dtype: torch.dtype | None
     enabled: bool
     cache: bool | None
+    here: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,10 @@ class Region:
 PLAIN = Region()
 
 
-def behind(node: fx.Node, region: Region) -> Region | None:
+def behind(node: fx.Node, region: Region, device: torch.device) -> Region | None:
     """The region behind `node`, which stands in `region`, if all that it does is to switch.
+
+    The model is on `device`.
 
     Inference mode is no grad: its tensors could go to no stage that computes gradients.
     """
@@ -80,7 +83,9 @@ def behind(node: fx.Node, region: Region) -> Region | None:
     if node.target is torch._C._set_grad_enabled:
         return replace(region, grad=bool(arguments[0]))
     if node.target is torch.amp.autocast_mode._enter_autocast:
-        return replace(region, autocasts=(*region.autocasts, Autocast(*arguments)))
+        kind, dtype, enabled, cache = arguments
+        entered = Autocast(kind, dtype, enabled, cache, here=kind == device.type)
+        return replace(region, autocasts=(*region.autocasts, entered))
     if node.target is torch.amp.autocast_mode._exit_autocast:
         return replace(region, autocasts=region.autocasts[:-1])
     if node.target is attention._backend_from_string:  # an argument of the next

@@ -66,7 +66,9 @@ def test_regions_are_with_blocks():
                 y = x * 2
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 z = x @ y.T
-            return z.sum(1, keepdim=True) * x
+            with torch.autocast("cuda", enabled=False):  # not the device's that the model is on
+                z = z.sum(1, keepdim=True)
+            return z * x
 
     assert body(Regions(), torch.randn(4, 6)) == [
         "device = x.device",
@@ -74,7 +76,9 @@ def test_regions_are_with_blocks():
         "    y = x * 2",
         "with torch.autocast(device.type, dtype=torch.bfloat16, enabled=True):",
         "    z = x @ y.T",
-        "return z.sum(1, keepdim=True) * x",
+        'with torch.autocast("cuda", enabled=False):',
+        "    z = z.sum(1, keepdim=True)",
+        "return z * x",
     ]
 
 

@@ -241,3 +241,35 @@ def anew(x):
 )
 def test_a_variable_that_ends_anyway_is_left(tmp_path, tail):
     assert deleted(Calls(sum_of_two, tail), tmp_path) == []
+
+
+class Halves(nn.Module):
+    """Its blocks differ, so each is written out, and binds anew what the one before has joined."""
+
+    class Block(nn.Module):
+        def __init__(self, activation):
+            super().__init__()
+            self.mix, self.norm, self.activation = nn.Linear(6, 6), nn.LayerNorm(6), activation
+
+        def forward(self, left, right):
+            y = self.activation(self.mix(torch.cat([left, right], 1)))
+            result = y + torch.cat([left, right], 1)
+            result = self.norm(result)
+            return result[:, 2:], result[:, :2]
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Linear(6, 6)
+        activations = nn.ReLU(), nn.GELU(), nn.Tanh()
+        self.blocks = nn.ModuleList(Halves.Block(activation) for activation in activations)
+
+    def forward(self, x):
+        x = self.scale(x).view(-1, 6, 1).expand(-1, -1, 6)
+        left, right = x[:, 2:], x[:, :2]
+        for block in self.blocks:
+            left, right = block(left, right)
+        return left.sum(1)
+
+
+def test_what_the_same_line_binds_anew_is_not_deleted_behind_it(tmp_path):
+    assert all("result" not in names.split(", ") for names in deleted(Halves(), tmp_path))
