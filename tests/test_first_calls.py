@@ -1,4 +1,4 @@
-"""Inputs that a forward writes in place: a package writes copies, and computes the same."""
+"""What a first call shows: inputs that it writes, of which a package writes copies, and tables."""
 
 import copy
 
@@ -92,3 +92,33 @@ def test_a_model_without_memory_makes_the_same_calls():
     captured = capture(model, (torch.randn(4, 6),), {})
     assert captured.checked == "train and eval, by the calls of torch alone"
     assert "clone" in {node.target for node in captured.graph.nodes}
+
+
+class Table(models.Chain):
+    """In a buffer, from the first call on; an attribute says how far it is filled."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(64, 6), persistent=False)
+        self.filled = 0
+
+    def angles(self, length):
+        if length > self.filled:
+            self.table[:length] = torch.arange(length)[:, None] * torch.linspace(0.1, 1, 6)
+            self.filled = length
+        return self.table[:length]
+
+    def forward(self, x):
+        x = self.layers[:2](x)
+        return self.layers[2:](x * self.angles(x.size(1)).cos())
+
+
+def test_a_table_that_the_first_call_fills_is_no_table_of_zeros(tmp_path):
+    verified(Table, lambda rows: {"x": torch.randn(rows, 5, 6)}, tmp_path)
+    model = Table()
+    capture(model, (torch.randn(4, 5, 6),), {})
+    assert model.filled == 0
+    pipe = fxpipe.load(tmp_path / "out")
+    pipe.load_state_dict(model.state_dict())
+    longer = torch.randn(8, 9, 6)
+    torch.testing.assert_close(pipe(longer), model(longer))

@@ -15,7 +15,7 @@ from fxpipe.capture.check import Check, Checked
 from fxpipe.capture.dtypes import open_dtypes
 from fxpipe.capture.dynamo import FlatModel, dynamo_graph
 from fxpipe.capture.fingerprint import fingerprint
-from fxpipe.capture.first_calls import first_calls
+from fxpipe.capture.first_calls import buffers, fills_once, first_calls
 from fxpipe.capture.functions import Functions
 from fxpipe.capture.graph import own_graph
 from fxpipe.capture.inputs import batch_of, bind, copies, flat_inputs, input_names, with_rows
@@ -72,17 +72,21 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
                 fake = stack.enter_context(faked(model))
                 stack.enter_context(fake.mode)
                 calls = fake.copies(tensors), fake.copies(tensors)
+            before = {} if memoryless else buffers(names.state)
             seen = first_calls(model, form, input_structure, tensors, calls)
             refuse_new_buffers(names.saved, model)
         inputs = input_names(input_structure)
         if isinstance(model, Excerpt):
             refuse_written_inputs(model, inputs, seen.written)
         flat = FlatModel(model, form, input_structure, seen)
-        trace = functools.partial(_trace, flat, names, tensors, batched, inputs)
-        try:
-            traced = trace(free=not isinstance(model, Region))
-        except Exception:  # the model is too much for symbols, or is wrong: the next one tells
-            traced = trace(free=False)
+        trace = functools.partial(_trace_open, flat, names, tensors, batched, inputs)
+        traced = trace()
+        read = _read(traced.graph, traced.modules)
+        once = bool(seen.changing) and fills_once(before, names, read, traced.found.ops)
+    if once:  # a package has no first call: each is as that one
+        with untouched(model, names.state):
+            model.train()
+            traced = trace()
     graph, names, outputs = traced.graph, traced.names, traced.outputs
     found = traced.found.ops
     move_writes(graph, found, names.aliases)
@@ -143,6 +147,15 @@ class _Traced:
     found: Checked
     evaluates: bool
     in_one_dtype: bool
+
+
+def _trace_open(*args: Any) -> _Traced:
+    """`_trace` with other sizes left open, if that is possible."""
+    flat: FlatModel = args[0]
+    try:
+        return _trace(*args, free=not isinstance(flat.model, Region))
+    except Exception:  # the model is too much for symbols, or is wrong: the next one tells
+        return _trace(*args, free=False)
 
 
 def _trace(

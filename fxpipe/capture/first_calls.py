@@ -1,6 +1,6 @@
 """What a call of the model in each mode shows before it is traced."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from fxpipe.capture.assigned import assigned, attribute_marks, changed
 from fxpipe.capture.inputs import Form
-from fxpipe.capture.names import all_tensors
+from fxpipe.capture.names import ModelNames, all_tensors
 from fxpipe.capture.places import user_place
 from fxpipe.errors import InputError
+from fxpipe.ir import Op, own_storage
 from fxpipe.memory import is_fake
 from fxpipe.runtime.structure import Structure, describe, rebuild
 
@@ -61,6 +62,27 @@ def first_calls(
             for tensor, *copies in zip(tensors, *calls, strict=True)
         ),
         changing=tuple(changed(marks, attribute_marks(model))),
+    )
+
+
+def buffers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of all that is no parameter."""
+    return {k: t.detach().clone() for k, t in state.items() if not isinstance(t, nn.Parameter)}
+
+
+def fills_once(
+    before: Mapping[str, Tensor], names: ModelNames, read: Sequence[str], ops: Mapping[str, Op]
+) -> bool:
+    """Whether a first call has filled buffers that later ones, whose `ops` these are, only read.
+
+    `before` are the buffers as they were before it.
+    """
+    written = {storage for op in ops.values() for storage in op.mutates}
+    return any(
+        name in read
+        and own_storage(names.aliases.get(name, name)) not in written
+        and not torch.equal(was, names.state[name])
+        for name, was in before.items()
     )
 
 
