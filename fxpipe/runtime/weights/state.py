@@ -38,6 +38,26 @@ class Shell(nn.Module):
     def __iter__(self) -> Iterator[nn.Module]:
         return self.children()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Weights stand here alone; a setting, as a dropout's `p`, is the stages' modules' too."""
+        here = name in self._parameters or name in self._buffers or name in self._modules
+        if not (here or name.startswith("_") or isinstance(value, Tensor | nn.Module)):
+            self._set_in_stages(name, value)
+        super().__setattr__(name, value)
+
+    def _set_in_stages(self, name: str, value: object) -> None:
+        if name == "forward":
+            self._refuse_hook()
+        twins = [twin for twin in self._twins if hasattr(twin, name)]
+        if not twins and name != "training":
+            raise InputError(
+                f"{name!r} was set on one of the pipeline's modules, and no stage's module has it: "
+                "what a model's code reads besides weights is built in as it was compiled. Change "
+                "it in the model before, or in the stage's file"
+            )
+        for twin in twins:
+            setattr(twin, name, value)
+
     def train(self, mode: bool = True) -> "Shell":
         """Switch the stages' modules too."""
         super().train(mode)

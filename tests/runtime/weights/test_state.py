@@ -6,7 +6,7 @@ import pytest
 import torch
 from toys import CHAIN, EARLY, NORMED, TIED, TOYS, both, mean_loss, microbatched_outputs, same
 
-from fxpipe.errors import DeviceError, WeightsError
+from fxpipe.errors import DeviceError, InputError, WeightsError
 from fxpipe.runtime import load
 from fxpipe.runtime.weights.state import shell
 
@@ -40,6 +40,21 @@ def test_children_are_reached_as_those_of_the_originals_lists_and_dicts(tmp_path
     assert root.blocks[0] is block
     with pytest.raises(IndexError, match="1"):
         root.blocks[1]
+
+
+def test_settings_of_a_module_are_those_of_the_stages_module(tmp_path):
+    model, pipe = both(tmp_path, NORMED)
+    norms = [n for n, m in model.named_modules() if isinstance(m, torch.nn.BatchNorm1d)]
+    for module in (root.get_submodule(name) for root in (model, pipe) for name in norms):
+        module.training, module.eps = False, 0.5
+    assert same(pipe(*NORMED.inputs()), model(*NORMED.inputs()))
+
+
+@pytest.mark.parametrize("setting", ["p", "forward"])
+def test_a_setting_that_no_stage_has_is_refused(tmp_path, setting):
+    _, pipe = both(tmp_path, CHAIN)
+    with pytest.raises(InputError, match="stage"):
+        setattr(pipe.body, setting, 0.5)
 
 
 def test_optimizers_see_a_tied_parameter_once(tmp_path):
