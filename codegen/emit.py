@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.codegen.blocks import roll
+from fxpipe.codegen.calls import home
 from fxpipe.codegen.names import plain
 from fxpipe.codegen.outlived import mark
 from fxpipe.codegen.segments import segment_spec
 from fxpipe.codegen.stage_file import StageFile, blocks_file, stage_file
 from fxpipe.ir import Capture, PackageFiles, Plan, Profile, StageWiring, Wiring, own_storage
 from fxpipe.memory import is_fake
+from fxpipe.ops.interpret import reads_mode
 from fxpipe.ops.specs import tensor_spec
 from fxpipe.runtime.leaves import in_mode, places
 from fxpipe.runtime.manifest import (
@@ -189,6 +191,7 @@ def _stage(
     ops = [capture.ops[name] for name in wiring.ops]
     written = {storage for op in ops for storage in op.mutates}
     estimate = plan.estimate.stages[j]
+    nodes = (node for node in capture.graph.nodes if node.name in wiring.ops)
     trained = tuple(name for name in made.held if isinstance(capture.state[name], nn.Parameter))
     buffers = tuple(name for name in made.held if name not in trained)
     return StageSpec(
@@ -224,6 +227,7 @@ def _stage(
         saved_bytes=estimate.saved_bytes,
         received_bytes=estimate.received_bytes,
         segments=tuple(segment_spec(capture, names) for names in wiring.segments),
+        modes=tuple(dict.fromkeys(home(node) for node in nodes if reads_mode(node))),
     )
 
 

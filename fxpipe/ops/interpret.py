@@ -40,6 +40,13 @@ def reads_dtype(node: fx.Node) -> bool:
     return node.target is limit or (node.target is getattr and node.args[1] == "dtype")
 
 
+def reads_mode(node: fx.Node) -> bool:
+    """Whether what `node` does, or that it is run at all, hangs on train or eval mode."""
+    read = [one for used in node.all_input_nodes for one in (used, *used.all_input_nodes)]
+    flags = (used for used in read if used.op == "get_attr" and used.target == TRAINING)
+    return MODE in node.meta or node.target is by_mode or any(flags)
+
+
 def by_mode(in_training: Any, in_evaluation: Any) -> Any:
     """Stands in a graph for the first value in train mode and for the second in eval mode."""
     raise AssertionError("run_graph picks the value, since only one of them is computed")

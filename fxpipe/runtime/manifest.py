@@ -15,7 +15,7 @@ from fxpipe.runtime.read_json import read
 from fxpipe.runtime.sizes import size
 from fxpipe.runtime.structure import Structure
 
-FORMAT = 7
+FORMAT = 8
 UNKNOWN = "unknown"  # a size that depends on what the tensors hold
 
 # The modes in which a value is there.
@@ -109,7 +109,8 @@ class StageSpec:
 
     `parameters` and `buffers` are the names, as in the original's state, of what it holds;
     `mutated_buffers` those that forward writes; `random` says that forward draws random numbers.
-    `segments` tells what its file recomputes in backward.
+    `segments` tells what its file recomputes in backward, `modes` which modules' lines in it hang
+    on train or eval mode.
     """
 
     file: str
@@ -129,6 +130,7 @@ class StageSpec:
     saved_bytes: int
     received_bytes: int
     segments: tuple[SegmentSpec, ...] = ()
+    modes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from fxpipe.runtime.manifest import StateSpec
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.ties import Tie
 from fxpipe.runtime.weights.bound import Bound, Place
+from fxpipe.runtime.weights.modes import Modes
 
 
 class Shell(nn.Module):
@@ -106,6 +107,7 @@ class State:
                 if path:
                     shell(root, path)._twins += (module,)
         self.ties = tuple(self._ties())
+        self._modes = Modes(root, stages)
         self.bind(root)
 
     @property
@@ -159,7 +161,11 @@ class State:
         return self._bound.stands()
 
     def begin(self, m: int) -> None:
-        """Tell deferred batch norms of a mini-batch of m micro-batches; one that failed is gone."""
+        """Tell deferred batch norms of a mini-batch of m micro-batches; one that failed is gone.
+
+        Raises InputError if a module is in another mode than its lines.
+        """
+        self._modes.check()
         for norm in self._deferred:
             norm.begin(m)
 
