@@ -227,7 +227,7 @@ def _stage(
         saved_bytes=estimate.saved_bytes,
         received_bytes=estimate.received_bytes,
         segments=tuple(segment_spec(capture, names) for names in wiring.segments),
-        modes=tuple(dict.fromkeys(home(node) for node in nodes if reads_mode(node))),
+        modes=tuple(dict.fromkeys(home(node) for node in nodes if reads_mode(node) and home(node))),
     )
 
 
