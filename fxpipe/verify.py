@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -129,7 +129,13 @@ def verify(
                 else:
                     note("eval(): outputs", case.each(case.run_runner(pipe)), case.each(outputs))
     m = pipe.manifest.microbatches
-    return Verification(dtype, rows, m, TOLERANCE[dtype], tuple(differences), tuple(sorted(notes)))
+    result = Verification(dtype, rows, m, TOLERANCE[dtype], tuple(differences))
+    if not result.equal and replace(result, tolerance=TOLERANCE["float32"]).equal:
+        notes.add(
+            "what differs does so by no more than float32 rounds: if the model computes in it in "
+            "places, as norms do, verify with --dtype float32"
+        )
+    return replace(result, notes=tuple(sorted(notes)))
 
 
 @contextmanager

@@ -195,6 +195,18 @@ def of_few_rows(logits, labels):
     return by_tokens(logits, labels)
 
 
+@pytest.mark.parametrize(("factor", "n_notes"), [(1 + 1e-7, 1), (1 + 1e-3, 0)])
+def test_verify_tells_of_float32_where_no_more_is_apart(tmp_path, factor, n_notes):
+    out = compile_flat(models.Chain(), kwargs=MAKERS[models.Chain](8), devices=2, microbatches=4)
+    file = out.write(tmp_path / "out") / "stage_1.py"
+    file.write_text(
+        file.read_text().replace("return self.layers[", f"return {factor} * self.layers[")
+    )
+    result = verify(tmp_path / "out", target_of(models.Chain), batch=10)
+    assert not result.equal
+    assert sum("--dtype float32" in note for note in result.notes) == n_notes
+
+
 @pytest.mark.parametrize(("loss", "n_notes"), [(by_tokens, 1), (by_rows, 0), (of_few_rows, 0)])
 def test_verify_says_that_a_loss_is_no_mean_over_rows(tmp_path, loss, n_notes):
     """Its micro-batches' don't come to the batch's, which is none of the package's doing."""
