@@ -6,11 +6,13 @@ so that a plan's estimate is always the simulator's word.
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 from fxpipe.errors import PlanError
 from fxpipe.ir import GIVEN, Chain, CheckpointMode, Estimate, Network, Plan
 from fxpipe.passes import checkpoints, order
 from fxpipe.passes.order_whole import whole_where_it_pays
+from fxpipe.passes.partition_blocks import held_at_rest
 from fxpipe.passes.partition_costs import (
     Cuts,
     edges_of,
@@ -209,8 +211,13 @@ def _does_not_fit(problem: Problem, estimate: Estimate, checkpoint: CheckpointMo
     ]
     static = static_bytes(estimate, places, device, problem.training_factor)
     held = problem.chain.library_bytes
+    # What of the chain is least together on one device, at its largest.
+    least = max(
+        sum(held_at_rest(problem.chain, begin, end, problem.training_factor).values())
+        for begin, end in pairwise(problem.edges)
+    )
     help_by = []
-    if problem.n_stages < len(problem.edges) - 1:
+    if problem.n_stages < len(problem.edges) - 1 and least < capacity:
         help_by.append(f"more than {problem.n_devices} devices")
     if static < capacity:
         help_by.append("smaller micro-batches (more of them)")

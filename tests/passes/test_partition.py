@@ -371,6 +371,16 @@ def test_where_parameters_alone_are_too_much_smaller_micro_batches_are_no_help()
         plan(chain, 2, capacity_bytes=(1,) * 2)
 
 
+@pytest.mark.parametrize(
+    ("capacity", "says"), [(KIB, "with more memory$"), (3 * KIB, "help: more than 2 devices")]
+)
+def test_more_devices_help_only_where_the_largest_block_fits_one(capacity: int, says: str) -> None:
+    chain = plain([block(f"b{k}", parameters=2 * KIB) for k in range(4)], n_bytes=1)
+
+    with pytest.raises(PlanError, match=says):
+        plan(chain, 2, capacity_bytes=(capacity,) * 2)
+
+
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_what_does_not_fit_says_which_device_and_what_would_help(solver: str) -> None:
     chain = plain([block(f"b{k}", saved=10 * KIB) for k in range(4)], n_bytes=1)
