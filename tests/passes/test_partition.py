@@ -372,7 +372,7 @@ def test_where_parameters_alone_are_too_much_smaller_micro_batches_are_no_help()
 
 
 @pytest.mark.parametrize(
-    ("capacity", "says"), [(KIB, "with more memory$"), (3 * KIB, "help: more than 2 devices")]
+    ("capacity", "says"), [(KIB, "with more memory$"), (5 * KIB, "help: more than 2 devices")]
 )
 def test_more_devices_help_only_where_the_largest_block_fits_one(capacity: int, says: str) -> None:
     chain = plain([block(f"b{k}", parameters=2 * KIB) for k in range(4)], n_bytes=1)
