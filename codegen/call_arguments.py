@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Sequence
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ def told_arguments(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
     target: Any = node.target
     args, kwargs = list(node.args), dict(node.kwargs)
     if not inspect.isfunction(target):
-        return args, without_defaults(node)
+        return _without_last(_name(node), args), without_defaults(node)
     try:
         parameters = list(inspect.signature(target).parameters.values())
     except ValueError:
@@ -41,8 +42,24 @@ def told_arguments(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
 
 def without_defaults(node: fx.Node) -> dict[str, Any]:
     """The keyword arguments of a method or a built-in function, but for those given anyway."""
+    return _without(node.kwargs, _schema_defaults(_name(node)) if node.kwargs else {})
+
+
+def _name(node: fx.Node) -> str:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return _without(node.kwargs, _schema_defaults(name.lstrip("_")) if node.kwargs else {})
+    return name.lstrip("_")
+
+
+def _without_last(name: str, args: list[Any]) -> list[Any]:
+    """The arguments of a built-in function by place, but for the last that are given anyway."""
+    names, defaults = _schema_names(name), _schema_defaults(name)
+    kept = len(args)
+    while 0 < kept <= len(names) and names[kept - 1] in defaults:
+        last = [*args[kept - 1]] if isinstance(args[kept - 1], tuple) else args[kept - 1]
+        if isinstance(last, fx.Node) or not same(last, defaults[names[kept - 1]]):
+            break
+        kept -= 1
+    return args[:kept]
 
 
 def spread(node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
@@ -58,6 +75,18 @@ def _without(given: Any, defaults: dict[str, Any]) -> dict[str, Any]:
         for name, value in given.items()
         if isinstance(value, fx.Node) or name not in defaults or not same(value, defaults[name])
     }
+
+
+@cache
+def _schema_names(name: str) -> list[str]:
+    """The arguments of an op of torch in order, if all its overloads begin with them."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [
+        [argument.name for argument in getattr(packet, overload)._schema.arguments]
+        for overload in (packet.overloads() if packet is not None else ())
+    ]
+    alike = takewhile(lambda names: len({*names}) == 1, zip(*overloads, strict=False))
+    return [names[0] for names in alike]
 
 
 @cache
