@@ -45,6 +45,19 @@ def test_a_transposed_convolution_is_called_as_such_unless_it_is_told_a_size():
     assert called == ["up", torch.conv_transpose2d]
 
 
+def test_a_bag_of_embeddings_is_called_as_such_unless_it_is_given_weights():
+    class Bags(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.plain, self.weighted = (nn.EmbeddingBag(9, 4, mode="sum") for _ in range(2))
+
+        def forward(self, ids, weights):
+            return self.plain(ids) + self.weighted(ids, per_sample_weights=weights)
+
+    captured = capture(Bags(), (torch.randint(9, (4, 3)), torch.rand(4, 3)), {})
+    assert targets(captured) == ["plain"]
+
+
 def test_shapes_are_expressions_in_the_batch():
     class Folded(nn.Module):
         def forward(self, x):

@@ -64,7 +64,8 @@ def _takes_one(module: nn.Module, group: Sequence[fx.Node]) -> bool:
     if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
         given = group[-1].args
         return len(given) > _OUTPUT_PADDING and given[_OUTPUT_PADDING] == module.output_padding
-    return forward_takes_one(module)
+    # What else a bag of embeddings takes are values, which would be a second one that goes in.
+    return isinstance(module, nn.EmbeddingBag) or forward_takes_one(module)
 
 
 def _ends(group: Sequence[fx.Node], path: str) -> tuple[fx.Node, fx.Node] | None:
