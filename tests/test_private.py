@@ -30,6 +30,8 @@ PRIVATE = {
     "torch._dynamo.variables.user_defined.UserDefinedClassVariable.call_function": (
         "capture/dtype_reads.py"
     ),
+    "torch._C._get_tracing_state": "runtime/transforms.py",
+    "torch._C._get_dispatch_mode": "runtime/transforms.py",
     "torch.distributions.Distribution._validate_args": "capture/dynamo.py",
     "torch._dynamo.metrics_context": "capture/dynamo.py",
     "torch._dynamo.variables.constant.ConstantVariable.create": "capture/rules.py",

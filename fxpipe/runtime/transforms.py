@@ -1,4 +1,4 @@
-"""Transforms of torch.func and forward-mode AD, which a lane on another thread would not see."""
+"""What torch has for each thread, as transforms and traces, which other lanes would not see."""
 
 import torch
 from torch.autograd import forward_ad
@@ -7,13 +7,24 @@ from fxpipe.errors import InputError
 
 
 def refuse_transforms() -> None:
-    """Raise InputError within a transform, which would lose what other lanes compute."""
+    """Raise InputError within a transform or a trace, which would lose what other lanes compute."""
     if _transforming():
         raise InputError(
             "transforms of torch.func (grad, vmap, jvp, ...) and forward-mode AD don't reach the "
             "threads that run the stages: take gradients by backward() or torch.autograd.grad, or "
             "transform the model itself"
         )
+    if _tracing():
+        raise InputError(
+            "torch.jit.trace, torch.export and make_fx don't reach the threads that run the "
+            "stages: trace the model itself, which takes the pipeline's state_dict()"
+        )
+
+
+def _tracing() -> bool:
+    """Whether this thread's ops are taken down; by private names of torch 2.11 and 2.13."""
+    proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return torch._C._get_tracing_state() is not None or proxies is not None
 
 
 def _transforming() -> bool:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import func
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 from toys import CHAIN, MODES, SKIPS, TIED, both, mean_loss, same
 
@@ -36,6 +37,16 @@ def test_a_transform_is_refused_with_the_way_out(tmp_path, transform):
     _, pipe = both(tmp_path, CHAIN)
     with pytest.raises(InputError, match=r"take gradients by backward\(\) or torch.autograd.grad"):
         transform(pipe, *CHAIN.inputs())
+
+
+@pytest.mark.parametrize(
+    "trace", [lambda pipe, x: torch.jit.trace(pipe, x), lambda p, x: make_fx(p)(x)]
+)
+@pytest.mark.filterwarnings("ignore")  # of tracing
+def test_a_trace_is_refused(tmp_path, trace):
+    _, pipe = both(tmp_path, CHAIN)
+    with pytest.raises(InputError, match=r"trace the model itself"):
+        trace(pipe.requires_grad_(False), *CHAIN.inputs())
 
 
 @pytest.mark.parametrize("mode", MODES)
