@@ -149,13 +149,12 @@ class _Traced:
     in_one_dtype: bool
 
 
-def _trace_open(*args: Any) -> _Traced:
+def _trace_open(flat: FlatModel, *rest: Any) -> _Traced:
     """`_trace` with other sizes left open, if that is possible."""
-    flat: FlatModel = args[0]
     try:
-        return _trace(*args, free=not isinstance(flat.model, Region))
+        return _trace(flat, *rest, free=not isinstance(flat.model, Region))
     except Exception:  # the model is too much for symbols, or is wrong: the next one tells
-        return _trace(*args, free=False)
+        return _trace(flat, *rest, free=False)
 
 
 def _trace(

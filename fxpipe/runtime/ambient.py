@@ -33,7 +33,7 @@ class Ambient:
     inference: bool
     autocast: tuple[Autocast, ...]
     autocast_cache: bool
-    hooks: _Hooks | None = field(default=None, compare=False)  # of no effect on numbers
+    hooks: _Hooks | None = field(default=None, compare=False)  # they change no number
 
     @property
     def counts_saved(self) -> bool:
