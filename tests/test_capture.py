@@ -660,6 +660,8 @@ def test_hints_are_about_the_model_not_about_torch():
             ["don't fit Chain.forward(x", "missing a required argument: 'x'"],
         ),
         ((3.0,), {}, ["no input is a tensor with a batch dimension"]),
+        (torch.randn(4, 6), {}, ["are one Tensor", "(x,)"]),
+        ({"x": torch.randn(4, 6)}, {}, ["are one dict", "a dict behind it"]),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(args, kwargs, says):

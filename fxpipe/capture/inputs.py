@@ -42,6 +42,11 @@ def bind(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Form, dict[str, Any]]:
     """How forward is called, and the inputs that are given, by name."""
+    if not isinstance(args, tuple | list):
+        raise InputError(
+            f"the inputs by place are one {type(args).__name__}: give a tuple of them, as (x,), and "
+            "inputs by name as a dict behind it"
+        )
     parameters = inspect.signature(model.forward).parameters.values()
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
