@@ -44,8 +44,8 @@ def bind(
     """How forward is called, and the inputs that are given, by name."""
     if not isinstance(args, tuple | list):
         raise InputError(
-            f"the inputs by place are one {type(args).__name__}: give a tuple of them, as (x,), and "
-            "inputs by name as a dict behind it"
+            f"the inputs by place are one {type(args).__name__}: give a tuple of them, as (x,), "
+            "and inputs by name as a dict behind it"
         )
     parameters = inspect.signature(model.forward).parameters.values()
     try:
