@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -98,11 +98,11 @@ class Writer:
         """The right-hand side."""
         target: Any = node.target
         if node.op == "call_module":
-            arguments = self._arguments(node.args, node.kwargs)
+            arguments = self._arguments(self._there(node.args, node), node.kwargs)
             return called(node, self.module(str(target)), arguments)
         if target is recomputed:
             method, *values = node.args
-            arguments = ", ".join(self._there(value, node) for value in values)
+            arguments = self._arguments(self._there(values, node), {})
             return called(node, f"self.{method}", arguments)
         if node.op == "call_method":
             owner, *rest = node.args
@@ -153,12 +153,17 @@ class Writer:
             return f"{{{', '.join(items)}}}"
         raise CaptureError(f"an op has the argument {value!r}, which can't be written as code")
 
-    def _there(self, value: Any, node: fx.Node) -> str:
-        """An argument of a method, None in the mode that does not make it."""
-        text, mode = self.argument(value), value.meta.get(MODE)
-        if mode is None or mode is node.meta.get(MODE):
-            return text
-        return f"{text} if {'' if mode else 'not '}self.training else None"
+    def _there(self, args: Sequence[Any], node: fx.Node) -> list[Any]:
+        """Arguments of a method or a module, None in the mode that does not make them."""
+
+        def there(value: Any) -> Any:
+            mode = value.meta.get(MODE) if isinstance(value, fx.Node) else None
+            if mode is None or mode is node.meta.get(MODE):
+                return value
+            condition = "self.training" if mode else "not self.training"
+            return Written(f"{self.argument(value)} if {condition} else None")
+
+        return [there(value) for value in args]
 
     def _operand(self, value: Any) -> str:
         """An argument where only a call, a name or an index may stand without parentheses."""

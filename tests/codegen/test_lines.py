@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from fxpipe.codegen.lines import Writer
 from fxpipe.errors import CaptureError
+from fxpipe.ops.interpret import MODE
 
 graph = fx.Graph()
 x, y = graph.placeholder("x"), graph.placeholder("y")
@@ -73,6 +74,17 @@ def test_expressions_nest_with_parentheses_where_they_are_needed():
     assert nested.expression(call(operator.mul, x, y)) == "(a + b) * y"
     assert nested.expression(graph.call_method("sum", (x,))) == "(a + b).sum()"
     assert nested.expression(call(torch.relu, x)) == "torch.relu(a + b)"
+
+
+def test_a_module_gets_nothing_for_what_only_the_other_mode_makes():
+    made, other, both = (call(torch.relu, x) for _ in range(3))
+    made.meta[MODE], other.meta[MODE] = True, False
+    given = f"{made.name} if self.training else None, {other.name} if not self.training else None"
+    block = graph.call_module("block", (made, other, both))
+    assert writer.expression(block) == f"self.block({given}, {both.name})"
+    in_training = graph.call_module("block", (made,))
+    in_training.meta[MODE] = True
+    assert writer.expression(in_training) == f"self.block({made.name})"
 
 
 @pytest.mark.parametrize(
