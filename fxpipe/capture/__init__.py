@@ -15,7 +15,7 @@ from fxpipe.capture.check import Check, Checked
 from fxpipe.capture.dtypes import open_dtypes
 from fxpipe.capture.dynamo import FlatModel, dynamo_graph
 from fxpipe.capture.fingerprint import fingerprint
-from fxpipe.capture.first_calls import buffers, fills_once, first_calls
+from fxpipe.capture.first_calls import fills_once, first_calls
 from fxpipe.capture.functions import Functions
 from fxpipe.capture.graph import own_graph
 from fxpipe.capture.inputs import batch_of, bind, copies, flat_inputs, input_names, with_rows
@@ -36,7 +36,7 @@ from fxpipe.capture.variables import name_values
 from fxpipe.errors import CaptureError
 from fxpipe.ir import Capture, Input, Op
 from fxpipe.memory import faked, lacks_memory
-from fxpipe.ops.interpret import model_dtype, untouched
+from fxpipe.ops.interpret import buffers, model_dtype, untouched
 from fxpipe.ops.specs import tensor_spec
 from fxpipe.runtime.manifest import TensorSpec
 from fxpipe.runtime.structure import Structure, describe

@@ -65,11 +65,6 @@ def first_calls(
     )
 
 
-def buffers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of all that is no parameter."""
-    return {k: t.detach().clone() for k, t in state.items() if not isinstance(t, nn.Parameter)}
-
-
 def fills_once(
     before: Mapping[str, Tensor], names: ModelNames, read: Sequence[str], ops: Mapping[str, Op]
 ) -> bool:

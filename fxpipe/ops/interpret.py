@@ -105,14 +105,15 @@ def _compute(node: fx.Node, modules: Mapping[str, nn.Module]) -> Compute:
     return lambda args, kwargs: function(*args, **kwargs)
 
 
+def buffers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of all that is no parameter."""
+    return {k: t.detach().clone() for k, t in state.items() if not isinstance(t, nn.Parameter)}
+
+
 @contextmanager
 def untouched(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
     """Put attributes, hooks, buffers, train flags and random state back afterwards."""
-    kept = {
-        name: tensor.detach().clone()
-        for name, tensor in state.items()
-        if not isinstance(tensor, nn.Parameter)
-    }
+    kept = buffers(state)
     eager = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     own = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
     spaces = [space for m in eager for space in (vars(m), *(vars(m)[k] for k in own))]
