@@ -62,7 +62,8 @@ def _has_variable(node: fx.Node, place: Mapping[str, int]) -> bool:
     if node.meta.get(NAMED) == "variable" or len(node.users) != 1:
         return True
     (user,) = node.users
-    on_its_line = user.meta.get("frames") == node.meta.get("frames")
+    line = node.meta.get("frames")  # none of torch's own modules, whose lines may be broken
+    on_its_line = bool(line) and user.meta.get("frames") == line
     follows = place.get(user.name) == place[node.name] + 1 or user.args[:1] == (node,)
     return not (on_its_line and follows)
 

@@ -6,6 +6,7 @@ from torch import nn
 from fxpipe.capture import capture
 from fxpipe.ir import LossCost, OpCost
 from fxpipe.ops.liveness import workspaces
+from fxpipe.ops.variables import held_until
 
 SIZE = 8 * 4 * 4
 
@@ -146,6 +147,15 @@ def test_an_op_of_the_caller_between_those_of_a_function_does_not_end_it():
 
 def test_what_another_line_reads_is_held_by_a_variable():
     assert [forward for forward, _ in needed(model=Passed)] == [0, 1, 1 + 1, 3]
+
+
+def test_what_modules_of_torch_compute_may_be_held_by_a_variable():
+    # They have no line of the user's, and a stage breaks a line that is too long.
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    captured = capture(layer, (torch.randn(4, 3, 8),), {})
+    ops = list(captured.ops)
+    held = held_until(captured, ops)
+    assert ops.index("linear2") < held["linear2"] == len(ops) - 1
 
 
 def test_what_is_joined_is_held_while_its_line_reads_the_whole():
