@@ -37,7 +37,7 @@ from fxpipe.outputs import filled_for, is_free, standing, whole_folder
 from fxpipe.runtime.distributed.pipeline import DistributedPipeline
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.weights import check as weights
-from fxpipe.runtime.weights.original import Original
+from fxpipe.runtime.weights.original import Original, is_added
 
 _LAST_WRITTEN = ".metadata"  # by torch, once all else is there
 
@@ -63,6 +63,8 @@ def save(
             state["optimizer"] = optimizer_state(pipe, optimizer)
         if _is_first(ranks):
             state["extra"] = SimpleNamespace(value=extra)
+            _, added = _divided(state["model"])
+            state["added"] = SimpleNamespace(value=added)
 
     with _telling(ranks):
         _agree(ranks, f"{path} can't be written", gather)
@@ -81,7 +83,8 @@ def load(path: str | Path, pipe: nn.Module, optimizer: torch.optim.Optimizer | N
     saved, with parameters grouped as they were. Raises WeightsError, alike on all ranks.
     """
     ranks = _begin(pipe, "checkpoint.load")
-    wanted: dict[str, Any] = {"model": dict(pipe.state_dict()), "extra": None}
+    model, added = _divided(pipe.state_dict())
+    wanted: dict[str, Any] = {"model": model, "extra": None}
     reader = FileSystemReader(standing(Path(path)))
 
     def prepare() -> None:
@@ -89,7 +92,9 @@ def load(path: str | Path, pipe: nn.Module, optimizer: torch.optim.Optimizer | N
             metadata = reader.read_metadata()
         except OSError as error:
             raise WeightsError(f"it is no whole checkpoint: {error}") from error
-        _check(metadata, wanted["model"], str(path))
+        _check(metadata, model, str(path))
+        if "added" in metadata.state_dict_metadata:
+            wanted["added"] = None
         if optimizer is not None:
             wanted["optimizer"] = state_to_load(metadata, pipe, optimizer, str(path))
 
@@ -105,7 +110,9 @@ def load(path: str | Path, pipe: nn.Module, optimizer: torch.optim.Optimizer | N
             check = partial(refuse_other_settings, pipe, optimizer, settings)
             _agree(ranks, what, check)
         read(wanted, f"{what} whole, and some of the weights may be its own now")
-        pipe.load_state_dict(wanted["model"])
+        if "added" in wanted:
+            added |= wanted["added"].value
+        pipe.load_state_dict(model | added)
         if optimizer is not None:
             give_state(pipe, optimizer, wanted["optimizer"])
     return wanted["extra"].value
@@ -215,14 +222,22 @@ def _refuse_scattered(folder: Path) -> None:
         )
 
 
-def _check(metadata: Metadata, model: Mapping[str, Any], path: str) -> None:
+def _divided(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A state's weights and buffers, and what modules added to it, which may be anything.
+
+    That is loaded whole, or not at all: `torch.distributed.checkpoint` wants each key of a dict.
+    """
+    added = {key: value for key, value in state.items() if is_added(key, value)}
+    return {key: value for key, value in state.items() if key not in added}, added
+
+
+def _check(metadata: Metadata, model: Mapping[str, Tensor], path: str) -> None:
     """Raise WeightsError unless each tensor of the model is there, with its shape."""
     sizes = {
         key.removeprefix("model."): found.size
         for key, found in metadata.state_dict_metadata.items()
         if key.startswith("model.") and not isinstance(found, BytesStorageMetadata)
     }
-    tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
-    given = {name: size for name, size in sizes.items() if name in tensors}
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    given = {name: size for name, size in sizes.items() if name in model}
+    shapes = {name: tensor.shape for name, tensor in model.items()}
     weights.check(shapes, given, given.__getitem__, True, path)

@@ -62,6 +62,30 @@ def test_the_plain_model_loads_a_pipelines_and_the_other_way_round(tmp_path):
     assert torch.equal(pipe.state_dict()["mid.bias"], other.mid.bias)
 
 
+def test_what_modules_add_to_their_state_goes_along(tmp_path):
+    class Counts(toys.CHAIN.model):
+        steps = 3
+
+        def get_extra_state(self):
+            return {"steps": self.steps}
+
+        def set_extra_state(self, state):
+            self.steps = state["steps"]
+
+    _, pipe = toys.both(tmp_path, toys.CHAIN)
+    fxpipe.checkpoint.save(tmp_path / "without", pipe)
+    pipe.load_state_dict(Counts().double().state_dict())
+    fxpipe.checkpoint.save(tmp_path / "with", pipe)
+    again, model = load(tmp_path), Counts().double()
+    fxpipe.checkpoint.load(tmp_path / "with", again)
+    assert again.state_dict()["_extra_state"] == {"steps": 3}
+    model.steps = 5
+    fxpipe.checkpoint.load(tmp_path / "without", model)
+    assert model.steps == 5
+    fxpipe.checkpoint.load(tmp_path / "with", model)
+    assert model.steps == 3
+
+
 def test_the_one_before_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
     _, pipe = toys.both(tmp_path, toys.CHAIN)
     path = tmp_path / "last"

@@ -369,6 +369,51 @@ def scaled(folder: Path, frozen: Sequence[int]) -> list[tuple[float, bool]]:
     return found
 
 
+def scaled_by_kind(folder: Path) -> list[bool]:
+    """Whether weights and biases, of an optimizer each, changed: one of rank 1's overflowed."""
+    _, pipe = pair(folder, toys.CHAIN)
+    kinds = [[p for name, p in pipe.named_parameters() if kind in name] for kind in ("we", "bi")]
+    optimizers = [torch.optim.SGD(parameters, 0.1) for parameters in kinds]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    if pipe._ranks.rank:
+        kinds[0][0].register_hook(lambda g: g * torch.inf)
+    before = [parameters[0].detach().clone() for parameters in kinds]
+    pipe.step(*toys.CHAIN.inputs(), loss_fn=toys.mean_loss, scaler=scaler)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    return [not torch.equal(p[0], old) for p, old in zip(kinds, before, strict=True)]
+
+
+def sparse(folder: Path, targets: Tensor) -> str:
+    """A step with sparse gradients and a scaler, beside one process; the gradients are the same."""
+    pipes = load(folder), load(folder, distributed=True)
+    losses = []
+    for pipe in pipes:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        loss_fn = functional.cross_entropy
+        losses.append(pipe.step(targets, target=targets, loss_fn=loss_fn, scaler=scaler))
+    assert toys.same(losses[0], losses[1])
+    expected = dict(pipes[0].named_parameters())
+    assert all(
+        toys.same(p.grad.to_dense(), expected[name].grad.to_dense())
+        for name, p in pipes[1].named_parameters()
+    )
+    return "equal"
+
+
+def same_losses(folder: Path, batches: Sequence[Tensor]) -> list[bool]:
+    """Whether each step's loss is that of one process, random numbers included."""
+    one, pipe = load(folder), load(folder, distributed=True)
+    found = []
+    for x in batches:
+        losses = []
+        for each in (one, pipe):
+            torch.manual_seed(7)
+            losses.append(each.step(x, loss_fn=toys.mean_loss))
+        found.append(toys.same(losses[0], losses[1]))
+    return found
+
+
 def input_gradients(folder: Path, name: str, m: int) -> str:
     """An input that requires grad gets its gradient on each rank that was given it."""
     toy = toys.TOYS[name]

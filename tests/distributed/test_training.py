@@ -37,6 +37,66 @@ def test_what_overflows_on_one_rank_overflows_on_all(two, tmp_path):
     assert two.run(jobs.scaled, tmp_path, (0,)) == [frozen, trained]
 
 
+def test_what_overflows_of_one_optimizer_overflows_of_all(two, tmp_path):
+    toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 0, 1))
+    assert two.run(jobs.scaled_by_kind, tmp_path) == [[False, False], [False, False]]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_sparse_gradients_are_scaled_and_added_up_over_ranks(two, tmp_path, tied):
+    words, head = nn.Embedding(10, 6, sparse=True), nn.Linear(6, 10, bias=False)
+    if tied:
+        head.weight = words.weight
+    layers = (nn.Linear(6, 6) for _ in range(4))
+    model, x = nn.Sequential(words, *layers, head).double(), torch.arange(8)
+    package = fxpipe.compile(model, (x,), devices=2, microbatches=4, profile="analytic:cpu")
+    package.write(tmp_path / "out", weights=True)
+    assert two.run(jobs.sparse, tmp_path / "out", x) == EQUAL
+
+
+class Viewed(nn.Module):
+    """The length comes first in memory where it is cut, and `view` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x.transpose(0, 1).contiguous()).tanh().transpose(0, 1)
+        x = x.transpose(0, 1)
+        length, batch, width = x.shape
+        return self.after(x.view(length * batch, width)).view(length, batch, width).transpose(0, 1)
+
+
+class Dropped(nn.Module):
+    """Random numbers are drawn in the order in which a value lies in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(self.after(functional.dropout(self.before(x), 0.5)), 0.5)
+
+
+def test_values_lie_as_in_one_process_however_the_first_ones_did(two, tmp_path):
+    images = torch.randn(8, 3, 6, 7)
+    as_channels = images.to(memory_format=torch.channels_last)
+    rows, few = torch.randn(8, 5, 6), torch.randn(4, 5, 6)
+    for model, batches in ((Viewed(), [few, rows]), (Dropped(), [images, as_channels, images])):
+        package = fxpipe.compile(
+            model,
+            batches[-1:],
+            devices=2,
+            microbatches=4,
+            schedule="gpipe",
+            profile="analytic:cpu",
+        )
+        folder = tmp_path / type(model).__name__
+        package.write(folder, weights=True)
+        assert two.run(jobs.same_losses, folder, batches) == [[True] * len(batches)] * 2
+
+
 @pytest.mark.parametrize("name", ["early", "skips"])
 def test_inputs_get_their_gradients_wherever_they_were_given(two, tmp_path, name):
     devices = (0, 1, 0, 1)[: len(toys.TOYS[name].parts)]

@@ -81,7 +81,7 @@ class Entry:
     ) -> tuple[list[Tensor | None], Meeting]:
         """This rank's inputs, of which its stages `read` some, and what all agree on.
 
-        `kind` is what else dtypes and gradients of messages may depend on. With `early` it may be
+        `kind` is what else messages may depend on, but for their shapes. With `early` it may be
         what all agreed on when this rank was last called so. Raises InputError.
         """
         inputs: list[Tensor | None] = []
@@ -93,8 +93,8 @@ class Entry:
             except InputError as error:
                 problem = str(error)
             autocast = Ambient.capture().autocast_text
-            parameters = tuple((p.dtype, p.requires_grad) for p in module.parameters())
-            own = (_digest(parameters), *kind)
+            parameters = tuple((p.dtype, p.requires_grad, p.stride()) for p in module.parameters())
+            own = (_digest(parameters), *map(_order, inputs), *kind)
             requires = self.trained_and_frozen(module)
             word = Word(what, module.training, autocast, given, problem, own, *requires)
             telling = self._words.begin(word)
@@ -157,6 +157,15 @@ def place_of(loss_fn: LossFn) -> str:
     """Where the code of a loss stands: another one may give other outputs a gradient."""
     code = getattr(loss_fn, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else type(loss_fn).__qualname__
+
+
+def _order(tensor: Tensor | None) -> tuple[int, ...]:
+    """How an input lies in memory: its dims of more than one item by their strides."""
+    if tensor is None:
+        return ()
+    strides = tensor.stride()
+    longer = [dim for dim, size in enumerate(tensor.shape) if size > 1]
+    return tuple(sorted(longer, key=lambda dim: -strides[dim]))
 
 
 @lru_cache(maxsize=8)

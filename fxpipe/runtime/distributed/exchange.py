@@ -2,9 +2,10 @@
 
 Shapes are the plan's. What the plan can't know, the dtype under autocast, how a value lies in
 memory, and which gradients there are, each message says for itself the first time that the pipeline
-is called in some way; from then on both ends know. A value whose shape depends on data tells it
-each time. So does a gradient that was not there; one that is not there any more is marked
-(absence.py): a loss may use an output in some steps only.
+is called in some way; from then on both ends know. How it lies it tells anew where a dim of one
+item or none is longer now. A value whose shape depends on data tells it each time. So does a
+gradient that was not there; one that is not there any more is marked (absence.py): a loss may use
+an output in some steps only.
 """
 
 from collections import defaultdict, deque
@@ -123,7 +124,7 @@ class Exchange:
                 f"{message} has shape {list(tensor.shape)}, plan.json says {list(shape)}: make the "
                 "stage file and plan.json fit, or compile again"
             )
-        layout = self._known(message)
+        layout = self._known(message, shape)
         if layout is None or shape is None:
             self._tell(message, tensor, gradient)
             return
@@ -158,9 +159,11 @@ class Exchange:
             f"from rank {self._ranks.in_world(self._waiting.source)}"
         )
 
-    def _known(self, message: Message) -> Layout | None:
+    def _known(self, message: Message, shape: tuple[int, ...] | None) -> Layout | None:
         """What both ends know of it, if they do and there was one."""
-        return None if self._layouts is None else self._layouts[message]
+        layout = None if self._layouts is None else self._layouts[message]
+        known = layout is not None and shape is not None and layout.holds_for(shape)
+        return layout if known else None
 
     def _begin(self, message: Message, tensor: Tensor, tag: int) -> None:
         if tensor.numel():
@@ -193,7 +196,8 @@ class Exchange:
         if message.what == "random":
             tensor = torch.empty(_random_bytes(self._device), dtype=torch.uint8)
             return _Posted(None, tensor, work=self._receiving(message, tensor, _KNOWN))
-        shape, layout = self._shape(message), self._known(message)
+        shape = self._shape(message)
+        layout = self._known(message, shape)
         if layout is None or shape is None:
             header = torch.empty(HEADER_SIZE, dtype=torch.int64)
             return _Posted(None, None, header, self._receiving(message, header, _HEADER))

@@ -22,19 +22,25 @@ class Layout:
     """What is known of a message: its dtype, whether the value has a gradient, how it lies.
 
     `order` are its dims from the one with the largest stride on, which is the order in which it is
-    sent: what draws random numbers like it, or convolves it, does so in that order.
+    sent: what draws random numbers like it, or convolves it, does so in that order. The place that
+    `short` dims have in it, of one item or none, says nothing of longer ones.
     """
 
     dtype: torch.dtype
     gradient: bool
     order: tuple[int, ...]
+    short: tuple[int, ...]
 
     @classmethod
     def of(cls, tensor: Tensor, gradient: bool) -> "Layout":
         """That of this tensor, made dense if it is not, as `torch.empty_like` makes it."""
         strides = torch.empty_like(tensor, device="meta").stride()
         order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-        return cls(tensor.dtype, gradient, tuple(order))
+        return cls(tensor.dtype, gradient, tuple(order), _short(tensor.shape))
+
+    def holds_for(self, shape: Sequence[int]) -> bool:
+        """Whether a message of this shape lies so too."""
+        return set(self.short) <= set(_short(shape))
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -66,4 +72,8 @@ def read_header(header: Tensor) -> tuple[Layout | None, Sequence[int]]:
         return None, ()
     dtype, gradient, *dims = told[:n]
     shape, order = dims[: len(dims) // 2], dims[len(dims) // 2 :]
-    return Layout(DTYPES[dtype], bool(gradient), tuple(order)), shape
+    return Layout(DTYPES[dtype], bool(gradient), tuple(order), _short(shape)), shape
+
+
+def _short(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(dim for dim, size in enumerate(shape) if size < 2)

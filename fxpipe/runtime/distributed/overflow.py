@@ -1,7 +1,8 @@
 """A GradScaler on each rank: what overflowed on one has overflowed on all.
 
-A scaler skips the optimizer's step, and halves its scale, where it finds a gradient that is not
-finite. Ranks must do so together: so where one has such a gradient, all get one.
+A scaler skips an optimizer's step, and halves its scale, where it finds a gradient that is not
+finite. Ranks must do so together, and none knows which optimizers others have: so where one has
+such a gradient, no gradient of any is finite, and all optimizers skip the step.
 """
 
 from collections.abc import Sequence
@@ -25,13 +26,18 @@ def share_overflow(scaler: GradScaler, parameters: Sequence[Tensor], ranks: Rank
 
 
 def spread_overflow(parameters: Sequence[Tensor], ranks: Ranks) -> bool:
-    """Whether a rank has a gradient that is not finite; then each rank that has some gets one."""
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    """Whether a rank has a gradient that is not finite; then none is."""
+    gradients = [_numbers(local(p.grad)) for p in parameters if p.grad is not None]
     here = any(not bool(gradient.isfinite().all()) for gradient in gradients)
     overflowed = any(ranks.gather_world(here))
-    if overflowed and not here and gradients:
-        gradients[0].fill_(torch.inf)
+    if overflowed:
+        for gradient in gradients:
+            gradient.fill_(torch.inf)
     return overflowed
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 def _unscaled(

@@ -135,6 +135,7 @@ class SharedWeights:
             return None
         there = parameter.new_full((1,), own is not None)
         given = torch.zeros_like(parameter) if own is None else own
+        given = given.to_dense() if given.is_sparse else given  # another holder's may be dense
         # The last number counts the holders that have a gradient.
         flat = torch.cat([given.reshape(-1), there])
         self._ranks.together(lambda: dist.all_reduce(flat, group=each.group))

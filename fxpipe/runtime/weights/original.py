@@ -17,6 +17,11 @@ from fxpipe.runtime.weights.files import WeightFiles
 from fxpipe.runtime.weights.state import State, keys_of
 
 
+def is_added(key: str, value: object) -> bool:
+    """Whether it is in a state_dict besides weights: a module's extra state, or no tensor."""
+    return _is_extra_state(key) or not isinstance(value, Tensor)
+
+
 def _is_extra_state(key: str) -> bool:
     return key.rpartition(".")[2] == "_extra_state"
 
@@ -81,8 +86,7 @@ class Original(nn.Module):
         extra = {
             key: value
             for key, value in state_dict.items()
-            if key not in wanted
-            and (_is_extra_state(key) or (is_whole and not isinstance(value, Tensor)))
+            if key not in wanted and is_added(key, value) and (is_whole or _is_extra_state(key))
         }
         given = {key: value for key, value in state_dict.items() if key not in extra}
         weights.check(wanted, given, lambda name: given[name].shape, strict, "the state_dict")
