@@ -1,5 +1,8 @@
 """Buffers that forward assigns anew: written in place, with the values that the model has."""
 
+import copy
+from collections import deque
+
 import pytest
 import torch
 from flat import compile_flat, verified
@@ -224,6 +227,105 @@ class History(Base):
         return x + sum(self.past)
 
 
+class Noted:
+    """An object of the user's own."""
+
+    mean = torch.zeros(6)
+
+
+class Kept(Base):
+    """It adds what the call before has put into a container."""
+
+    start = None
+    shared = {}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.place = self.start()
+
+    def step(self, x):
+        before = self.get()
+        self.put(x.detach().mean(0))
+        return x + before
+
+
+class InList(Kept):
+    def start(self):
+        return [torch.zeros(6)]
+
+    def get(self):
+        return self.place[0]
+
+    def put(self, mean):
+        self.place[0] = mean
+
+
+class InNewList(InList):
+    def put(self, mean):
+        self.place = [mean]
+
+
+class InDeque(InList):
+    def start(self):
+        return deque([torch.zeros(6)], maxlen=1)
+
+    def put(self, mean):
+        self.place.append(mean)
+
+
+class InNestedDict(InList):
+    def start(self):
+        return {"means": {0: torch.zeros(6)}}
+
+    def get(self):
+        return self.place["means"][0]
+
+    def put(self, mean):
+        self.place["means"] = {0: mean}
+
+
+class InClass(InList):
+    def get(self):
+        return self.shared.get("mean", 0.0)
+
+    def put(self, mean):
+        self.shared["mean"] = mean
+
+
+class InObject(InList):
+    def start(self):
+        return Noted()
+
+    def get(self):
+        return self.place.mean
+
+    def put(self, mean):
+        self.place.mean = mean
+
+
+@pytest.mark.parametrize("kind", [InList, InNewList, InDeque, InNestedDict, InClass, InObject])
+def test_what_containers_keep_for_the_next_call_is_refused(kind):
+    name = "shared" if kind is InClass else "place"
+    with pytest.raises(CaptureError, match=f"changes `{name}`: what a later call must know"):
+        capture(kind(), (torch.randn(4, 6),), {})
+
+
+def test_a_tensor_in_a_list_that_is_written_in_place_is_carried_on(tmp_path):
+    class InPlace(InList):
+        def put(self, mean):
+            self.place[0].copy_(mean)
+
+    model, x = InPlace(), torch.randn(8, 6)
+    plain = copy.deepcopy(model).double()
+    plain.place[0] = plain.place[0].double()
+    package = compile_flat(model, (x,), devices=2, microbatches=1)
+    pipe = fxpipe.load(package.write(tmp_path / "out")).double()
+    assert torch.equal(model.place[0], torch.zeros(6))
+    pipe.load_state_dict(plain.state_dict())
+    for _ in range(3):
+        assert torch.allclose(pipe(x.double()), plain(x.double()))
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
@@ -244,6 +346,11 @@ def test_what_a_call_only_leaves_behind_is_no_hindrance():
         def step(self, x):
             self.seen = x.detach()
             self.calls = getattr(self, "calls", 0) + 1
-            return x
+            self.heads[0] = x.sin()
+            self.features.append(x)
+            return x + self.heads[0]
 
-    assert capture(Leaves(), (torch.randn(4, 6),), {}).checked == "train and eval"
+    model = Leaves()
+    model.heads, model.features = [None], []
+    assert capture(model, (torch.randn(4, 6),), {}).checked == "train and eval"
+    assert (model.heads, model.features) == ([None], [])

@@ -705,3 +705,28 @@ def test_what_tracing_raises_without_a_word_is_told_with_its_place():
     model.pair = Odd((1, 2))
     with pytest.raises(CaptureError, match=r"raised NotImplementedError, at .*: raise NotImpl"):
         capture(model, (torch.randn(4, 6),), {})
+
+
+def test_a_path_through_an_einsum_that_a_library_plans_is_open(monkeypatch):
+    class Planner:
+        @staticmethod
+        def contract_path(equation, first, *others, optimize):
+            int(first.size(0))
+            return [[(0, 1)] * len(others)]
+
+    class Contracts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            x = self.layer(x)
+            return torch.einsum("btd,bte,bde->btd", x, x, x)
+
+    einsum = torch.backends.opt_einsum
+    monkeypatch.setattr(einsum, "enabled", True)
+    monkeypatch.setattr(einsum, "is_available", lambda: True)
+    monkeypatch.setattr(einsum, "get_opt_einsum", lambda: Planner)
+    monkeypatch.setattr(einsum, "strategy", "auto", raising=False)
+    assert capture(Contracts(), (torch.randn(4, 6, 6),), {}).checked == "train and eval"
+    assert einsum.enabled

@@ -85,6 +85,27 @@ class Transforms(Base):
         return self.layer(x) + torch.vmap(lambda row: row.sort().values)(x.detach())
 
 
+class TransformsAModule(Base):
+    def step(self, x):
+        return torch.vmap(self.layer)(x)
+
+
+class Gradient(Base):
+    def step(self, x):
+        return torch.func.grad(lambda x: self.layer(x).sum())(x)
+
+
+class Resizes(Base):
+    def prepare(self):
+        self.register_buffer("least", torch.tensor([]))
+
+    def step(self, x):
+        if not self.least.numel():
+            self.least.resize_(6).copy_(x.detach().amin(0))
+        self.least.copy_(torch.minimum(self.least, x.detach().amin(0)))
+        return self.layer(x)
+
+
 class Chooses(Base):
     def step(self, x):
         return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (self.layer(x),))
@@ -177,6 +198,9 @@ class TwoBuffers(Base):
         (SetsData, r"assigns the `.data` of a tensor \(test_refuse.py"),
         (Renormalizes, "writes the parameter 'table.weight' at .*self.table"),
         (Transforms, r"torch.vmap or torch.func \(test_refuse.py.*whole tensors"),
+        (TransformsAModule, r"torch.vmap or torch.func \(at .*test_refuse.py"),
+        (Gradient, r"torch.vmap or torch.func \(at .*test_refuse.py"),
+        (Resizes, r"the buffer 'least' another size, \[6\] where it was \[0\].*once before"),
         (
             Chooses,
             r"calls 'cond' \(test_refuse.py.*, which takes functions.*keep that module outside",

@@ -15,7 +15,7 @@ from fxpipe.capture.check import Check, Checked
 from fxpipe.capture.dtypes import open_dtypes
 from fxpipe.capture.dynamo import FlatModel, dynamo_graph
 from fxpipe.capture.fingerprint import fingerprint
-from fxpipe.capture.first_calls import fills_once, first_calls
+from fxpipe.capture.first_calls import fills_once, first_calls, refuse_resized
 from fxpipe.capture.functions import Functions
 from fxpipe.capture.graph import own_graph
 from fxpipe.capture.inputs import batch_of, bind, copies, flat_inputs, input_names, with_rows
@@ -75,6 +75,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             before = {} if memoryless else buffers(names.state)
             seen = first_calls(model, form, input_structure, tensors, calls)
             refuse_new_buffers(names.saved, model)
+            refuse_resized(before, names.state)
         inputs = input_names(input_structure)
         if isinstance(model, Excerpt):
             refuse_written_inputs(model, inputs, seen.written)

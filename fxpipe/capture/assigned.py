@@ -16,6 +16,7 @@ from fxpipe.capture.simplify import named_by_user
 from fxpipe.errors import CaptureError
 from fxpipe.ir import Op, own_storage
 from fxpipe.memory import storage_of
+from fxpipe.ops.contents import attributes, mark
 from fxpipe.ops.interpret import by_mode
 from fxpipe.ops.specs import tensor_spec
 
@@ -34,25 +35,13 @@ def assigned(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
 
 def attribute_marks(model: nn.Module) -> dict[str, object]:
     """Something by which a change of an attribute of any module is seen; in tensors, none is."""
-    return {
-        f"{path}.{name}" if path else name: _mark(value)
-        for path, module in model.named_modules()
-        for name, value in {**vars(module), **module._buffers}.items()
-    }
+    return {name: mark(value, package) for name, value, package in attributes(model)}
 
 
 def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     """Names that have other marks, or none."""
     names = dict.fromkeys([*before, *after])
     return [name for name in names if before.get(name, ...) != after.get(name, ...)]
-
-
-def _mark(value: object) -> object:
-    if isinstance(value, bool | int | float | str):
-        return value
-    container = next((one for one in (list, dict, set, tuple) if isinstance(value, one)), None)
-    # A subclass may have a length of its own, or refuse to tell one.
-    return type(value), None if container is None else container.__len__(value)  # type: ignore[arg-type]
 
 
 def write_back(graph: fx.Graph, names: Sequence[str], state: Mapping[str, Tensor]) -> None:

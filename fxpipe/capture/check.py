@@ -170,6 +170,7 @@ def _not_fixed(structure: Structure, found: Structure) -> str:
 def observe_run(run: Run, flat: FlatModel, state: Mapping[str, Tensor], training: bool) -> Result:
     """Outputs of `run`, gradients of a fixed function of them, and buffers afterwards."""
     with untouched(flat, state), _each_cast_anew():
+        flat.held.put_back()  # what one call keeps for the next shows in the second
         flat.train(training)
         torch.manual_seed(0)
         outputs = run()

@@ -63,6 +63,7 @@ class FlatModel(nn.Module):
         self.assigned = seen.assigned
         self.written = seen.written
         self.changing = seen.changing
+        self.held = seen.held
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors of the model's output, given those of its input."""
@@ -130,6 +131,8 @@ def dynamo_graph(
             # A branch on values. What the checks would tell, a plain forward tells as it is read.
             patch.object(Distribution, "_validate_args", False),
             _average_by_a_number(model),
+            # Whose path through three operands is one for a batch size.
+            patch.object(torch.backends.opt_einsum, "enabled", False),
             numbers_of_python(model),
             warnings.catch_warnings(),
         ):

@@ -10,6 +10,22 @@ PYTHON_DRAWS = (
 # In hints on how to change torch, not the model.
 _ABOUT_TORCH = ("torch._dynamo", "torch.compiler", "PyTorch")
 
+# Of what torch.func makes of a tensor.
+_IN_A_TRANSFORM = ("functorch transform", "data pointer of Tensor that doesn't have storage")
+
+ELSEWHERE = (
+    "write what it does with ops of torch on whole tensors, or keep that module outside the "
+    "pipelined model, as --allow-graph-breaks does"
+)
+
+
+def transforms_a_function(place: str) -> str:
+    """That forward calls torch.func at `place`."""
+    return (
+        f"forward transforms a function by torch.vmap or torch.func ({place}), of which no stage "
+        f"can be made: {ELSEWHERE}"
+    )
+
 
 def numpy_arrays(place: str) -> str:
     """That numpy's arrays are computed with at `place`."""
@@ -46,6 +62,8 @@ def unsupported(error: Exception) -> str:
             "They go back through all that came before, of which a stage has but its part: let the "
             "loss compute them, or a model around the pipeline."
         )
+    if any(words in str(error) for words in _IN_A_TRANSFORM):
+        return transforms_a_function(place_text(frame))
     if "<unknown module>.Random." in str(error):
         return f"{PYTHON_DRAWS}\nIt does, {place_text(frame)}"
     _, _, operator = str(error).partition("unsupported operator: ")

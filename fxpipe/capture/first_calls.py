@@ -11,9 +11,10 @@ from fxpipe.capture.assigned import assigned, attribute_marks, changed
 from fxpipe.capture.inputs import Form
 from fxpipe.capture.names import ModelNames, all_tensors
 from fxpipe.capture.places import user_place
-from fxpipe.errors import InputError
+from fxpipe.errors import CaptureError, InputError
 from fxpipe.ir import Op, own_storage
 from fxpipe.memory import is_fake
+from fxpipe.ops.contents import Contents
 from fxpipe.runtime.structure import Structure, describe, rebuild
 
 
@@ -23,13 +24,14 @@ class Seen:
 
     `assigned` are the buffers that forward puts another tensor in place of, in train mode (True)
     and in eval mode (False); `written` says of each input whether forward writes it in place.
-    `changing` are the attributes that a forward changes.
+    `changing` are the attributes that a forward changes, `held` what was in them before.
     """
 
     outputs: Structure
     assigned: dict[bool, list[str]]
     written: tuple[bool, ...]
     changing: tuple[str, ...]
+    held: Contents
 
 
 def first_calls(
@@ -44,6 +46,7 @@ def first_calls(
     Raises InputError if it fails in train mode.
     """
     state, marks = dict(all_tensors(model)), attribute_marks(model)
+    held = Contents(model, state)
     training, _ = describe(_call(model, form, rebuild(inputs, calls[0])))
     replaced = {True: assigned(model, state)}
     model.eval()
@@ -62,7 +65,20 @@ def first_calls(
             for tensor, *copies in zip(tensors, *calls, strict=True)
         ),
         changing=tuple(changed(marks, attribute_marks(model))),
+        held=held,
     )
+
+
+def refuse_resized(before: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Raise CaptureError for a buffer to which a call gave another size than `before`."""
+    for name, was in before.items():
+        now = state[name].shape
+        if now != was.shape:
+            raise CaptureError(
+                f"a forward gives the buffer {name!r} another size, {list(now)} where it was "
+                f"{list(was.shape)}: a pipeline's buffers keep theirs. If it is the first call "
+                "that does, call the model once before you compile it"
+            )
 
 
 def fills_once(

@@ -7,7 +7,7 @@ from torch import fx
 from torch.fx.node import Target
 from torch.nn import functional
 
-from fxpipe.capture.failures import numpy_arrays
+from fxpipe.capture.failures import ELSEWHERE, numpy_arrays, transforms_a_function
 from fxpipe.capture.sources import where
 from fxpipe.errors import CaptureError
 
@@ -16,10 +16,6 @@ from fxpipe.errors import CaptureError
 _OTHERWISE: dict[str, Target] = {"transformers::grouped_mm_fallback": functional.grouped_mm}
 
 _AT_HAND = ("torch", "fxpipe")  # whose functions a trace may call
-_ELSEWHERE = (
-    "write what it does with ops of torch on whole tensors, or keep that module outside the "
-    "pipelined model, as --allow-graph-breaks does"
-)
 
 
 def refuse_op(node: fx.Node) -> None:
@@ -44,20 +40,17 @@ def refuse_op(node: fx.Node) -> None:
             "compile the model by fxpipe.compile or the command"
         )
     if str(getattr(node.target, "__name__", "")).endswith("_increment_nesting"):
-        raise CaptureError(
-            f"forward transforms a function by torch.vmap or torch.func ({where(node)}), of which "
-            f"no stage can be made: {_ELSEWHERE}"
-        )
+        raise CaptureError(transforms_a_function(where(node)))
     module = getattr(node.target, "__module__", "")
     if isinstance(node.target, FunctionType) and module.partition(".")[0] not in _AT_HAND:
         raise CaptureError(
             f"forward calls {module}.{node.target.__name__} ({where(node)}), which its library "
-            f"has torch take for one op, and a package needs torch alone: {_ELSEWHERE}"
+            f"has torch take for one op, and a package needs torch alone: {ELSEWHERE}"
         )
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         raise CaptureError(
             f"forward calls {str(node.target)!r} ({where(node)}), which takes functions, of "
-            f"which no stage can be made: {_ELSEWHERE}"
+            f"which no stage can be made: {ELSEWHERE}"
         )
 
 
@@ -71,6 +64,6 @@ def public(operator: torch._ops.OpOverloadPacket | torch._ops.OpOverload, node: 
         raise CaptureError(
             f"the operator {name!r} is registered by the library {library!r}, and a package needs "
             f"torch alone ({where(node)}): choose another implementation in the model's settings, "
-            f"or {_ELSEWHERE}"
+            f"or {ELSEWHERE}"
         )
     return operator

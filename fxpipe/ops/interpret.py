@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe.ops.contents import Contents, restore
 from fxpipe.ops.regions import REGION, Switch
 
 # The names under which a graph reads whether it runs in train mode, and the model's own dtype:
@@ -113,7 +114,7 @@ def buffers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 @contextmanager
 def untouched(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
     """Put attributes, hooks, buffers, train flags and random state back afterwards."""
-    kept = buffers(state)
+    kept, contents = buffers(state), Contents(model, state)
     eager = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     own = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
     spaces = [space for m in eager for space in (vars(m), *(vars(m)[k] for k in own))]
@@ -122,11 +123,12 @@ def untouched(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
         with torch.random.fork_rng():
             yield
     finally:
-        for name, value in kept.items():
-            state[name].data.copy_(value)
         for space, before in attributes:
             space.clear()
             space.update(before)
+        contents.put_back()
+        for name, value in kept.items():
+            restore(state[name], value)
 
 
 def model_dtype(model: nn.Module) -> torch.dtype:
