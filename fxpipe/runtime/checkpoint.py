@@ -35,7 +35,7 @@ class Replayed(Protocol):
         """The outputs, without a graph, and where its random numbers end."""
 
     def again(self, inputs: Sequence[Tensor], bound: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """The outputs with their graph; `bound` stand in for parameters of these names."""
+        """The outputs with their graph; `bound` stand in for parameters by one of their names."""
 
     def gradients(self, outputs: Sequence[Tensor], given: Sequence[bool]) -> list[bool]:
         """Which outputs may have a gradient, where `given` says which inputs have one."""
@@ -78,13 +78,13 @@ class Replay:
     def again(
         self, inputs: Sequence[Tensor], bound: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, ...]:
-        """The outputs with their graph; `bound` stand in for tied parameters."""
+        """The outputs with their graph; `bound` stand in for parameters by one of their names."""
         stage = self._stage
         with (
             recomputing(self._ambient),
             # The live buffers hold later micro-batches' values and must not count this one twice.
             self._written.again(),
-            swapped(stage.module, "_parameters", bound or {}),
+            swapped(stage.module, "_parameters", stage.by_every_name(bound or {})),
         ):
             outputs, _ = stage.at(
                 f"the recomputation of {self._action}", lambda: stage.forward(inputs, self._random)
@@ -122,7 +122,12 @@ class _Pass:
         inputs = [_leaf(tensor) for tensor in tensors[: self.n_inputs]]
         named = dict(zip(self._parameters or (), tensors[self.n_inputs :], strict=True))
         # A tied parameter's stand-in has a history of its own; a leaf in its place ends the graph.
-        bound = {name: _leaf(named[name]) for name in self._bound}
+        # A hook on a parameter runs where its gradient comes to: not here, on the way, as well.
+        bound = {
+            name: _leaf(tensor)
+            for name, tensor in named.items()
+            if name in self._bound or tensor._backward_hooks
+        }
         outputs = self.replay.again(inputs, bound)
         self._recomputed = [*inputs, *(named | bound).values()], outputs
 

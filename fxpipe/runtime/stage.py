@@ -2,7 +2,7 @@
 
 import linecache
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -143,6 +143,15 @@ class Stage:
         once = dict(self.module.named_parameters())
         every = dict(self.module.named_parameters(remove_duplicate=False))
         return {name: tensor for name, tensor in every.items() if name in bound or name in once}
+
+    def by_every_name(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is `given` for parameters by one of their names, by all that they have here."""
+        if not given:
+            return {}
+        every = dict(self.module.named_parameters(remove_duplicate=False))
+        found = {id(every[name]): tensor for name, tensor in given.items()}
+        others = {k: found[id(one)] for k, one in every.items() if id(one) in found}
+        return {**others, **given}
 
     def at(self, action: str | Action, call: Callable[[], T]) -> T:
         """What `call` gives. An error becomes a StageError that says stage, action and line."""

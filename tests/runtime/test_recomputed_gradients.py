@@ -1,4 +1,4 @@
-"""A stage that recomputes sends on what has no gradient as having none, as far as it is known."""
+"""Gradients of stages that recompute: which values have one, and what hooks make of them."""
 
 import pytest
 import torch
@@ -88,4 +88,37 @@ def test_so_has_a_closures_backward(both, trained):
     for module in (model, pipe):
         dict(module.named_parameters())["scale"].requires_grad_(trained)
         loss_fn(module(*inputs), None).backward()
+    torch.testing.assert_close(gradients(pipe), gradients(model))
+
+
+class Tied(nn.Module):
+    """Its second and third layer have one weight, on whichever stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        self.layers[2].weight = self.layers[1].weight
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
+@pytest.mark.parametrize("devices", [2, 1])
+def test_a_hook_changes_a_parameters_gradient_once(tmp_path, checkpoint, devices):
+    torch.manual_seed(0)
+    model, x = Tied().double(), torch.rand(8, 6).double()
+    package = fxpipe.compile(
+        model,
+        (x,),
+        devices=devices,
+        microbatches=4,
+        checkpoint=checkpoint,
+        profile="analytic:cpu",
+    )
+    pipe = fxpipe.load(package.write(tmp_path / "out", weights=True))
+    for module in (model, pipe):
+        for name in ("layers.1.weight", "layers.3.weight"):
+            module.get_parameter(name).register_hook(lambda gradient: 2 * gradient)
+        loss_fn(module(x), None).backward()
     torch.testing.assert_close(gradients(pipe), gradients(model))
