@@ -30,6 +30,7 @@ from fxpipe.runtime.stream import Device, Stream
 from fxpipe.runtime.structure import Structure
 from fxpipe.runtime.trace import Trace
 from fxpipe.runtime.transforms import refuse_transforms
+from fxpipe.runtime.turn import Turn
 from fxpipe.runtime.weights.original import Original
 from fxpipe.schedule import Action, Schedule, clock_order
 
@@ -79,6 +80,7 @@ class Engine(Original):
         self._wires = {training: Wires.of(manifest, training) for training in (True, False)}
         self._outputs = [Wire(source_of(o.stage), o.value) for o in manifest.outputs]
         self._workers: Workers | None = None
+        self._turn = Turn()
         self._trace: Trace | None = None
         self._memory: Memory | None = None
         self._first_lane = 0  # of this process, among the package's
@@ -192,7 +194,7 @@ class Engine(Original):
         refuse_transforms()
         self._follow()
         self._state.begin(m)
-        if self._workers is None:
+        if self._workers is None or not self._workers.lanes.are_here:
             streams = new_copy_streams(self._devices, self._manifest.microbatches)
             self._workers = Workers(Lanes(self._devices), streams)
         copies = self._workers.copies
@@ -268,4 +270,5 @@ class Engine(Original):
 
     def _run_visits(self, call: Call, table: Schedule, conduct: Callable[[], None]) -> None:
         """Run the table while `conduct` runs the closures."""
-        self._run_rows(Step(call, lambda i: None, table.split), call, table.rows, conduct)
+        with self._turn:
+            self._run_rows(Step(call, lambda i: None, table.split), call, table.rows, conduct)

@@ -5,8 +5,7 @@ ops has OpenMP threads of its own, and where there are more of these than cores,
 sleep after each op.
 """
 
-import gc
-import sys
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,13 +17,10 @@ import torch
 from fxpipe.errors import InputError
 from fxpipe.runtime import stream
 from fxpipe.runtime.ambient import Ambient
-from fxpipe.runtime.attention import kernels_in_order, let_take
 from fxpipe.runtime.mailbox import StoppedError
 from fxpipe.runtime.malloc import keep_freed_memory
 from fxpipe.runtime.stream import Device, Stream
-
-# How long a lane may keep Python from the others; Python's own 5 ms are many small ops.
-_SWITCH_S = 5e-4
+from fxpipe.runtime.turn import undisturbed
 
 Job = Callable[[], None]
 _Queue = SimpleQueue[Job | None]
@@ -35,6 +31,7 @@ class Lanes:
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = tuple(devices)
+        self._process = os.getpid()
         self._inside: set[int] = set()  # the threads that run jobs
         if any(stream.place(device).type == "cpu" for device in devices):
             keep_freed_memory()
@@ -45,6 +42,11 @@ class Lanes:
                 target=_work, args=(queue,), name=f"fxpipe lane {index}", daemon=True
             ).start()
         weakref.finalize(self, _end, self._queues)
+
+    @property
+    def are_here(self) -> bool:
+        """Whether they are of this process: one that was forked off has no threads of theirs."""
+        return self._process == os.getpid()
 
     def refuse_inside(self) -> None:
         """Raise InputError on a thread that runs a job: it would wait for itself."""
@@ -75,8 +77,6 @@ class Lanes:
                 "again (fxpipe compile --checkpoint); around pipe(x) use_reentrant=True does too"
             )
         threads_before = torch.get_num_threads()
-        interval_before = sys.getswitchinterval()
-        collecting = gc.isenabled()
         n_threads = stream.threads_per_lane(self._devices)
         # A lane computes on the caller's current stream: what the caller launched before comes
         # before, what it launches afterwards after. (Virtual devices have streams of their own.)
@@ -89,30 +89,23 @@ class Lanes:
             for index, job in enumerate(jobs)
         ]
         begun: list[_Assignment] = []
-        kernels_before = kernels_in_order()
         try:
-            sys.setswitchinterval(min(interval_before, _SWITCH_S))
-            # One collection of what torch has loaded takes longer than most actions, and all lanes
-            # and ranks would wait for it.
-            gc.disable()
-            here = meanwhile or assignments[0]
-            for queue, assignment in zip(self._queues, assignments, strict=True):
-                if assignment is not here:
-                    queue.put(assignment)
-                    begun.append(assignment)
-            with suppress(StoppedError):  # a lane failed, and says below why
-                here()
-            _await(begun)
-        except BaseException:
-            stop()
-            _await(begun)
-            raise
+            with undisturbed():
+                here = meanwhile or assignments[0]
+                try:
+                    for queue, assignment in zip(self._queues, assignments, strict=True):
+                        if assignment is not here:
+                            queue.put(assignment)
+                            begun.append(assignment)
+                    with suppress(StoppedError):  # a lane failed, and says below why
+                        here()
+                    _await(begun)
+                except BaseException:
+                    stop()
+                    _await(begun)
+                    raise
         finally:
-            if collecting:
-                gc.enable()
-            sys.setswitchinterval(interval_before)
             torch.set_num_threads(threads_before)
-            let_take(kernels_before)
         # Those that were told to stop come after the one that was the reason.
         failure = next((f for f in failures if not isinstance(f, StoppedError)), None)
         if failure is not None:

@@ -47,10 +47,12 @@ class Pipeline(Engine):
             return output
         microbatch.refuse_unmergeable(self._manifest, self.training)
         inputs = self._inputs(args, kwargs)
-        rows, call = self._begin(inputs)
-        with ties.copied(self._state.ties, self._state.parameters(self)) as copies:
-            clock = Clock(call, copies, self._components.dependency)
-            self._run([partial(clock.run_lane, lane) for lane in range(len(self._devices))], call)
+        with self._turn:
+            rows, call = self._begin(inputs)
+            with ties.copied(self._state.ties, self._state.parameters(self)) as copies:
+                clock = Clock(call, copies, self._components.dependency)
+                lanes = range(len(self._devices))
+                self._run([partial(clock.run_lane, lane) for lane in lanes], call)
         return rebuild(self._structure(), self._merged(call, inputs, rows))
 
     def step(
@@ -77,12 +79,11 @@ class Pipeline(Engine):
             raise InputError("step computes gradients: call it outside of torch.no_grad()")
         inputs = self._inputs(args, kwargs)
         eager = partial(self._step, self._run_table)
-        if self._captures and self._trace is None:
-            self._follow()
-            self._graphs = self._graphs or Graphs(self._devices, self._stages)
-            in_order = partial(self._step, self._run_in_order)
-            loss, gradients = self._graphs.step(in_order, eager, inputs, target, loss_fn, scaler)
-        else:
+        with self._turn:
+            if self._captures and self._trace is None:
+                self._follow()
+                self._graphs = self._graphs or Graphs(self._devices, self._stages)
+                eager = partial(self._graphs.step, partial(self._step, self._run_in_order), eager)
             loss, gradients = eager(inputs, target, loss_fn, scaler)
         with without_autocast():
             for tensor, gradient in zip(inputs, gradients, strict=True):
