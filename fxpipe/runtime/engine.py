@@ -116,6 +116,16 @@ class Engine(Original):
         if self._workers is not None:
             self._workers.lanes.refuse_inside()
 
+    def _refuse_hooks(self) -> None:
+        """Raise InputError if the pipeline itself has hooks, which only a call of it runs."""
+        for kind in ("forward_pre", "forward", "backward_pre", "backward"):
+            if getattr(self, f"_{kind}_hooks"):
+                raise InputError(
+                    f"the pipeline has a {kind.replace('_', '-')} hook, which step can't run: it "
+                    "never has the whole batch's output. Let the loss function do what the hook "
+                    "does, or train by loss_fn(pipe(x), target).backward() or a Runner"
+                )
+
     def _begin(self, inputs: Sequence[Tensor]) -> tuple[list[int], Call]:
         """The micro-batches' rows, and what the call's lanes share."""
         rows = microbatch.rows_of(self._manifest, inputs, self._manifest.microbatches)

@@ -77,6 +77,7 @@ class Pipeline(Engine):
         """
         if not torch.is_grad_enabled():
             raise InputError("step computes gradients: call it outside of torch.no_grad()")
+        self._refuse_hooks()
         inputs = self._inputs(args, kwargs)
         eager = partial(self._step, self._run_table)
         with self._turn:

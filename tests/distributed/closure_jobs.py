@@ -149,10 +149,10 @@ def differing(folder: Path) -> list[str]:
     ]
 
 
-def scaled(folder: Path) -> list[tuple[float, bool]]:
+def scaled(folder: Path, autocast: bool) -> list[tuple[float, bool]]:
     """The scale, and whether weights changed, after steps of which the first overflows on rank 1.
 
-    Rank 0's own gradients are finite in both.
+    Rank 0's own gradients are finite in both, under autocast or not.
     """
     _, pipe = pair(folder, toys.CHAIN)
     pipe.float()
@@ -163,7 +163,7 @@ def scaled(folder: Path) -> list[tuple[float, bool]]:
     hook = weight.register_hook(lambda g: g * torch.inf if pipe._ranks.rank else g)
 
     def closure(piece: Tensor) -> None:
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
             loss = pipe(piece).pow(2).mean()
         scaler.scale(loss).backward()
 

@@ -585,6 +585,8 @@ def misused(folder: Path, m: int) -> list[str]:
     tried(lambda: pipe.step(loss_fn=toys.mean_loss))
     tried(lambda: pipe.train(first).step(x, loss_fn=toys.mean_loss))
     tried(lambda: pipe(x))
+    scaler = torch.amp.GradScaler("cpu") if first else None
+    tried(lambda: pipe.step(x, loss_fn=toys.mean_loss, scaler=scaler))
     return found
 
 
@@ -634,7 +636,12 @@ def failing(folder: Path, where: str) -> tuple[str, str]:
     if where == "stage" and pipe.is_last:
         module = pipe._stages[-1].module
         module.register_forward_pre_hook(fail_at(2))
-    losses = {"loss": _bad_loss, "inside": lambda *_: pipe.step(x, loss_fn=toys.mean_loss)}
+    other = load(folder, distributed=True)
+    losses = {
+        "loss": _bad_loss,
+        "inside": lambda *_: pipe.step(x, loss_fn=toys.mean_loss),
+        "other": lambda *_: other.step(x, loss_fn=toys.mean_loss),
+    }
     loss_fn = losses.get(where, toys.mean_loss)
     found = []
     for _ in range(2):

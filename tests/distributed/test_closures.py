@@ -109,9 +109,10 @@ def test_closures_that_differ_are_refused_alike_and_the_next_goes_on(two, tmp_pa
     assert "rank 1 is in eval mode, rank 0 in training mode" in mode
 
 
-def test_what_overflows_on_one_rank_overflows_on_all(two, tmp_path):
+@pytest.mark.parametrize("autocast", [True, False])
+def test_what_overflows_on_one_rank_overflows_on_all(two, tmp_path, autocast):
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 0, 1))
-    assert two.run(closure_jobs.scaled, tmp_path) == [[(2.0, False), (4.0, True)]] * 2
+    assert two.run(closure_jobs.scaled, tmp_path, autocast) == [[(2.0, False), (4.0, True)]] * 2
 
 
 def test_a_model_runs_on_every_rank_around_a_part_of_it(two, tmp_path):

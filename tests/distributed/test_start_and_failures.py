@@ -110,13 +110,14 @@ def test_calls_that_differ_are_refused_alike_and_the_next_goes_on(two, tmp_path)
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
     errors, others = two.run(jobs.misused, tmp_path, 4)
     assert errors == others
-    rows, shape, missing, modes, graph = errors
+    rows, shape, missing, modes, graph, scaler = errors
     assert "rank 0 was given inputs of batch 10" in rows
     assert "rank 1 of batch 4" in rows
     assert "rank 1: input 'x' must have shape [batch, 6]" in shape
     assert "rank 0: its stages read x" in missing
     assert "rank 1 is in eval mode, rank 0 in training mode" in modes
     assert "torch.no_grad()" in graph
+    assert "as pipe.step(...), rank 0 as pipe.step(..., scaler=scaler): call all" in scaler
 
 
 @pytest.mark.parametrize(("devices", "dp"), [((0, 0, 1), 1), ((0, 0, 0), 2)])
@@ -158,6 +159,13 @@ def test_a_call_from_within_a_step_is_refused_on_all(two, tmp_path):
     (heard, _), _ = two.run(jobs.failing, tmp_path, "inside")
     assert "rank 1 failed: loss_fn failed on micro-batch 0: InputError" in heard
     assert "called while it runs" in heard
+
+
+def test_another_pipeline_over_the_ranks_within_a_step_is_refused_on_all(two, tmp_path):
+    toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
+    (heard, _), _ = two.run(jobs.failing, tmp_path, "other")
+    assert "rank 1 failed: loss_fn failed on micro-batch 0: InputError" in heard
+    assert "on the last stage's rank alone" in heard
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")

@@ -23,6 +23,7 @@ from toys import (
     same,
 )
 
+from fxpipe.errors import InputError
 from fxpipe.runtime import Runner
 
 
@@ -216,3 +217,14 @@ def test_hooks_on_saved_tensors_reach_all_stages(tmp_path, schedule):
         kept.clear()
         assert same(pipe(x), model(x))
     assert_same_state(pipe, model)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_step_is_refused_that_would_not_run_the_pipelines_own_hooks(tmp_path, kind):
+    _, pipe = both(tmp_path, CHAIN)
+    hook = getattr(pipe, f"register_{kind}_hook")(lambda *_: None)
+    with pytest.raises(InputError, match=f"{kind.removeprefix('full_').replace('_', '-')} hook"):
+        pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
+    mean_loss(pipe(*CHAIN.inputs())).backward()
+    hook.remove()
+    pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)

@@ -28,7 +28,7 @@ from fxpipe.runtime.distributed.part import estimate_of, wires_of
 from fxpipe.runtime.distributed.plan import RankPlan
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.distributed.replicated import ReplicatedCall
-from fxpipe.runtime.distributed.row import RankRow
+from fxpipe.runtime.distributed.row import RankRow, refuse_within_row
 from fxpipe.runtime.distributed.shared_weights import first_names, holders
 from fxpipe.runtime.distributed.transport import Transport
 from fxpipe.runtime.distributed.weights import RankWeights
@@ -136,6 +136,10 @@ class RankEngine(Pipeline):
 
     def _part(self, held: Tensor, given: Tensor) -> Tensor:
         return share_of(held, given)
+
+    def _refuse_inside(self) -> None:
+        super()._refuse_inside()
+        refuse_within_row()
 
     def _owned(self) -> dict[str, Tensor]:
         owners = {name: ranks[0] for name, ranks in holders(self._manifest).items()}

@@ -5,8 +5,11 @@ finite. Ranks must do so together, and none knows which optimizers others have: 
 such a gradient, no gradient of any is finite, and all optimizers skip the step.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -23,6 +26,21 @@ def share_overflow(scaler: GradScaler, parameters: Sequence[Tensor], ranks: Rank
     scaler.scale(torch.zeros((), device=with_gradients[0] if with_gradients else None))
     overflowed = spread_overflow(parameters, ranks)
     scaler._unscale_grads_ = partial(_unscaled, scaler, overflowed)  # type: ignore[method-assign]
+
+
+@contextmanager
+def watched_scalers() -> Iterator[list[GradScaler]]:
+    """Gives those that scale a loss in the block: a closure's is not known otherwise."""
+    found: list[GradScaler] = []
+    scale = GradScaler.scale
+
+    @wraps(scale)
+    def noted(self: GradScaler, outputs: Any) -> Any:
+        found.extend([self] if self.is_enabled() else [])
+        return scale(self, outputs)
+
+    with patch.object(GradScaler, "scale", noted):
+        yield found
 
 
 def spread_overflow(parameters: Sequence[Tensor], ranks: Ranks) -> bool:

@@ -83,9 +83,11 @@ class DistributedPipeline(RankEngine):
         if not torch.is_grad_enabled():
             raise InputError("step computes gradients: call it outside of torch.no_grad()")
         self._refuse_inside()
+        self._refuse_hooks()
         scaled = scaler is not None and scaler.is_enabled()
         self._ranks.progress.begin("step")
-        inputs, meeting = self._meet("as pipe.step(...)", args, kwargs, place_of(loss_fn), scaled)
+        what = "as pipe.step(..., scaler=scaler)" if scaled else "as pipe.step(...)"
+        inputs, meeting = self._meet(what, args, kwargs, place_of(loss_fn))
         alone = partial(trains_nothing, loss_fn) if self._ranks.dp > 1 else loss_fn
 
         def train(meeting: Meeting) -> Tensor:

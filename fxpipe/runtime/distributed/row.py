@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from itertools import takewhile
 
+from fxpipe.errors import InputError
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.distributed.entry import Meeting
 from fxpipe.runtime.distributed.exchange import Exchange
@@ -16,6 +17,19 @@ from fxpipe.schedule import Action, Kind
 
 # Runs a job on the lane, and a second one meanwhile on the caller's thread.
 Launch = Callable[[Callable[[], None], Callable[[], None]], None]
+
+
+_running: set[int] = set()  # the threads that run rows
+
+
+def refuse_within_row() -> None:
+    """Raise InputError on a thread that runs a row: another one would wait for other ranks."""
+    if threading.get_ident() in _running:
+        raise InputError(
+            "a loss function runs on the last stage's rank alone, and a pipeline over processes "
+            "that it calls would wait for the other ranks: call that one before the step, on all "
+            "ranks, and give what it returns as a part of `target`"
+        )
 
 
 class RankRow:
@@ -44,6 +58,7 @@ class RankRow:
         shards, replicas = self._weights.shards, self._weights.replicas
 
         def run() -> None:
+            _running.add(threading.get_ident())
             n_alone = sum(1 for _ in takewhile(lambda item: _is_forward(item, call.n), row))
             try:
                 for place, item in enumerate(row):
@@ -65,6 +80,7 @@ class RankRow:
                 progress.item = len(row)
                 exchange.finish()
             finally:
+                _running.discard(threading.get_ident())
                 done.set()
 
         def wait() -> None:

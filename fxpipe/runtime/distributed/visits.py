@@ -15,10 +15,9 @@ from torch import Tensor
 
 from fxpipe.errors import InputError
 from fxpipe.runtime import microbatch
-from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.distributed.exchange import Exchange
 from fxpipe.runtime.distributed.meeting import Given, Word, agreed
-from fxpipe.runtime.distributed.overflow import spread_overflow
+from fxpipe.runtime.distributed.overflow import spread_overflow, watched_scalers
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.distributed.replicas import Replicas
 from fxpipe.runtime.distributed.replicated import (
@@ -98,20 +97,17 @@ def run(
             conduct()
         ranks.wait(done)
 
-    with ranks.telling():
+    with ranks.telling(), watched_scalers() as scalers:
         with pipe._collected() if grad else nullcontext():
             # A closure's micro-batch may have any sizes: each message tells its own.
             exchange = Exchange(ranks, pipe._transport, call, rows, None, lambda message: None)
             pipe._exchange(step, exchange, call, meanwhile)
-        if grad and _scales():
+        found = ranks.gather((numbers_of(call.samples), bool(scalers)))
+        if all(scaled for _, scaled in found):
             spread_overflow([*pipe.parameters()], ranks)
-        samples = ranks.gather(numbers_of(call.samples))
-    refuse_differing(samples)
-
-
-def _scales() -> bool:
-    """Whether the closures scale their losses, as they do under autocast to float16."""
-    return any(each.enabled and each.dtype is torch.float16 for each in Ambient.capture().autocast)
+    refuse_differing([samples for samples, _ in found])
+    if len({scaled for _, scaled in found}) > 1:
+        raise InputError("closures scale the loss on some ranks alone: use a GradScaler on all")
 
 
 @contextmanager
