@@ -50,6 +50,7 @@ def test_perfetto_gets_both_steps():
     [
         (("out", "-o", "seen.gif"), "seen.gif must end in .svg, .png or .json"),
         ((".", "-o", "seen.svg"), "is no package of fxpipe"),
+        (("out", "-o", "out/plan.json"), "out/plan.json is there already, and is no trace"),
         (("out", "-o", "net.py/seen.svg"), "net.py/seen.svg can't be written"),
         (("out", "-o", "seen.svg", "--trace", "none.json"), "none.json"),
         (("out", "-o", "seen.svg", "--trace", "net.py"), "net.py is no trace of a step"),

@@ -146,10 +146,9 @@ def compile_command(
 
         from fxpipe import target as targets
         from fxpipe.compiler import compile as compile_model
-        from fxpipe.costs.profile_file import costs_of, is_analytic
+        from fxpipe.costs.profile_file import check_profile_file, costs_of, is_analytic
         from fxpipe.costs.profile_file import save_profile as write_profile
         from fxpipe.edits import Edits, refuse_loss
-        from fxpipe.outputs import check_file
         from fxpipe.runtime.device_names import parse_devices
         from fxpipe.schedule import Schedule
         from fxpipe.settings import usual_microbatches
@@ -162,7 +161,7 @@ def compile_command(
         # Before the work rather than after it.
         refuse_loss(out)
         if save_profile is not None:
-            check_file(save_profile)
+            check_profile_file(save_profile)
             if save_profile.resolve().is_relative_to(out.resolve()):
                 raise InputError(
                     f"{save_profile} lies in the package {out}, which has its own files alone: "

@@ -39,15 +39,14 @@ def profile_command(
         from fxpipe.costing import costed
         from fxpipe.costs.criterion import Loss
         from fxpipe.costs.devices import device_named
-        from fxpipe.costs.profile_file import save_profile
-        from fxpipe.outputs import check_file
+        from fxpipe.costs.profile_file import check_profile_file, save_profile
         from fxpipe.runtime.device_names import all_devices, parse_devices
         from fxpipe.settings import usual_microbatches
         from fxpipe.show import profile as report_profile
         from fxpipe.show.progress import Progress
 
         # Before the work rather than after it.
-        check_file(out)
+        check_profile_file(out)
         if profile is not None:
             device_named(profile)
         used = all_devices() if devices is None else parse_devices(devices)

@@ -26,12 +26,15 @@ def timeline_command(
     with answering(as_json=False):
         from fxpipe.outputs import whole_file
         from fxpipe.runtime.package import read
-        from fxpipe.runtime.trace import write
+        from fxpipe.runtime.read_json import refuse_another
+        from fxpipe.runtime.trace import TRACE, write
         from fxpipe.show import view
         from fxpipe.show.timeline import draw
 
         if picture.suffix not in (".svg", ".png", ".json"):
             raise InputError(f"{picture} must end in .svg, .png or .json, which is what is written")
+        if picture.suffix == ".json":
+            refuse_another(picture, *TRACE)
         manifest = read(out)
         views = view.views(manifest, trace)
         with whole_file(picture) as file:

@@ -10,7 +10,8 @@ from fxpipe.costs.devices import PREFIX, device_named
 from fxpipe.costs.numbers import MOST_BYTES, UNLIMITED, number, whole
 from fxpipe.errors import InputError
 from fxpipe.ir import Launch, Link, LossCost, Network, OpCost, Profile
-from fxpipe.outputs import whole_file
+from fxpipe.outputs import check_file, whole_file
+from fxpipe.runtime.read_json import refuse_another
 
 _WAY_OUT = "write one with `fxpipe profile`"
 
@@ -46,8 +47,15 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         "loss": None if profile.loss is None else dataclasses.asdict(profile.loss),
         "launch": None if profile.launch is None else dataclasses.asdict(profile.launch),
     }
+    check_profile_file(Path(path))
     with whole_file(Path(path)) as file:
         file.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def check_profile_file(path: Path) -> None:
+    """Raise InputError if no profile can be written at `path`, or another file is there."""
+    check_file(path)
+    refuse_another(path, "costs", "profile")
 
 
 def load_profile(path: str | Path) -> Profile:

@@ -1,11 +1,27 @@
-"""Dataclasses from JSON, every field checked."""
+"""Dataclasses from JSON, every field checked, and which JSON file is of which kind."""
 
 import dataclasses
+import json
 import types
 import typing
+from pathlib import Path
 from typing import Any
 
-from fxpipe.errors import PackageError
+from fxpipe.errors import InputError, PackageError
+
+
+def refuse_another(path: Path, key: str, what: str) -> None:
+    """Raise InputError if a file is there to write to that is no `what`, whose JSON has `key`."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict) or key not in found:
+        raise InputError(
+            f"{path} is there already, and is no {what}: name another file, or move it away"
+        )
 
 
 def read(kind: Any, data: Any, where: str) -> Any:

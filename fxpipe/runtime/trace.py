@@ -15,12 +15,16 @@ from typing import Any
 from fxpipe.errors import InputError
 from fxpipe.runtime import stream
 from fxpipe.runtime.manifest import EstimateSpec
+from fxpipe.runtime.read_json import refuse_another
 from fxpipe.runtime.stream import Device, Mark, Stream
 from fxpipe.schedule import Action, Schedule
 
 COPY = "copy"
 LOSS = "loss"
 RECOMPUTE = "recompute"
+
+_EVENTS = "traceEvents"
+TRACE = _EVENTS, "trace of a step"  # what its JSON has, and what it is called
 
 Spans = Sequence[Sequence[tuple[float, float]]]
 
@@ -125,6 +129,7 @@ class Trace:
         return self._last
 
     def __enter__(self) -> None:
+        refuse_another(self._path, *TRACE)
         self._use(self)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -208,7 +213,7 @@ def write(
         events += [_complete(event, 1, row) for event in foreseen if event.name in critical]
     for lane, changes in enumerate(held(estimate.memory)):
         events += [_counted(f"{lane}: {lanes[lane]} memory", *change) for change in changes]
-    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1)
+    text = json.dumps({_EVENTS: events, "displayTimeUnit": "ms"}, indent=1)
     path.write_text(text + "\n", encoding="utf-8")
 
 

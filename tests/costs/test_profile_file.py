@@ -28,6 +28,16 @@ def test_profiles_come_back_from_their_file(tmp_path):
     assert load_profile(tmp_path / "costs.json") == PROFILE
 
 
+def test_no_other_file_is_overwritten(tmp_path):
+    for name, text in {"model.py": "import torch\n", "plan.json": '{"format": 8}'}.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(InputError, match="is there already, and is no profile"):
+            save_profile(PROFILE, tmp_path / name)
+        assert (tmp_path / name).read_text() == text
+    for _ in range(2):
+        save_profile(PROFILE, tmp_path / "costs.json")
+
+
 def test_a_profile_may_know_of_no_loss_and_no_host(tmp_path):
     without = replace(PROFILE, loss=None, launch=None)
     save_profile(without, tmp_path / "costs.json")

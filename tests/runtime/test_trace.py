@@ -105,6 +105,18 @@ def test_the_prediction_stands_beside(tmp_path):
     assert predicted(["", "0F1 0.000 2.000"]) == [Event(1, "0F1", "F", 0.0, 2.0)]
 
 
+def test_no_other_file_is_overwritten(tmp_path):
+    _, pipe = both(tmp_path, SKIPS)
+    plan = (tmp_path / "plan.json").read_text()
+    refused = pytest.raises(InputError, match=r"plan.json is there already, and is no trace")
+    with refused, pipe.trace(tmp_path / "plan.json"):
+        pipe.step(*SKIPS.inputs(), loss_fn=mean_loss)
+    assert (tmp_path / "plan.json").read_text() == plan
+    for _ in range(2):
+        with pipe.trace(tmp_path / "step.json"):
+            pipe.step(*SKIPS.inputs(), loss_fn=mean_loss)
+
+
 def test_the_last_step_counts_and_one_must_run(tmp_path):
     _, pipe = both(tmp_path, SKIPS)
     with pytest.raises(InputError, match="no step ran"), pipe.trace(tmp_path / "none.json"):
