@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=16, help="rows of a step, in each replica")
     parser.add_argument("--dp", type=int, default=1, help="replicas of the pipeline")
-    parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints")
+    parser.add_argument("--save-every", type=int, default=20, help="steps, or 0: no checkpoints")
     parser.add_argument("--folder", default="run/gpt", help="where all processes write to")
     options = parser.parse_args()
     last = f"{options.folder}/last"
@@ -123,7 +123,7 @@ def main() -> None:
         optimizer.step()
         if dist.get_rank() == 0:
             print(f"step {step:3}  loss {value.item():.4f}", flush=True)
-        if (step + 1) % options.save_every == 0:
+        if options.save_every and (step + 1) % options.save_every == 0:
             fxpipe.checkpoint.save(last, pipe, optimizer, {"step": step + 1})
     pipe.save_weights(f"{options.folder}/model")
 

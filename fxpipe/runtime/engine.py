@@ -107,6 +107,7 @@ class Engine(Original):
 
     def _inputs(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor]:
         """The call's tensors."""
+        refuse_transforms()
         self._refuse_inside()
         microbatch.refuse_other_mode(self._manifest, self.training)
         return microbatch.bind(self._manifest, args, kwargs)
@@ -201,7 +202,6 @@ class Engine(Original):
         return Call(self._stages, self._wires[self.training], links, len(self._devices), m)
 
     def _new_links(self, m: int) -> Links:
-        refuse_transforms()
         self._follow()
         self._state.begin(m)
         if self._workers is None or not self._workers.lanes.are_here:

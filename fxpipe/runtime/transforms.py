@@ -24,7 +24,8 @@ def refuse_transforms() -> None:
 def _tracing() -> bool:
     """Whether this thread's ops are taken down; by private names of torch 2.11 and 2.13."""
     proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-    return torch._C._get_tracing_state() is not None or proxies is not None
+    tracing = torch._C._get_tracing_state() is not None or proxies is not None
+    return tracing or torch.compiler.is_exporting()
 
 
 def _transforming() -> bool:

@@ -40,13 +40,22 @@ def test_a_transform_is_refused_with_the_way_out(tmp_path, transform):
 
 
 @pytest.mark.parametrize(
-    "trace", [lambda pipe, x: torch.jit.trace(pipe, x), lambda p, x: make_fx(p)(x)]
+    "trace",
+    [
+        torch.jit.trace,
+        lambda pipe, inputs: make_fx(pipe)(*inputs),
+        lambda pipe, inputs: torch.export.export(pipe, inputs, strict=False),
+    ],
+    ids=["jit", "make_fx", "export"],
 )
+@pytest.mark.parametrize("toy", [CHAIN, SKIPS], ids=["chain", "skips"])
 @pytest.mark.filterwarnings("ignore")  # of tracing
-def test_a_trace_is_refused(tmp_path, trace):
-    _, pipe = both(tmp_path, CHAIN)
+def test_a_trace_is_refused_and_leaves_nothing_behind(tmp_path, toy, trace):
+    model, pipe = both(tmp_path, toy)
+    inputs = toy.inputs()
     with pytest.raises(InputError, match=r"trace the model itself"):
-        trace(pipe.requires_grad_(False), *CHAIN.inputs())
+        trace(pipe.requires_grad_(False), inputs)
+    assert same(pipe(*inputs), model(*inputs))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -42,6 +42,7 @@ from fxpipe.runtime.room import check_room
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import Device, place
+from fxpipe.runtime.transforms import refuse_transforms
 from fxpipe.runtime.weights.state import put
 from fxpipe.schedule import Schedule
 
@@ -153,6 +154,7 @@ class RankEngine(Pipeline):
     def _meet(
         self, what: str, args: Sequence[object], kwargs: Mapping[str, object], *kind: object
     ) -> tuple[list[Tensor | None], Meeting]:
+        refuse_transforms()
         readers, specs = self._wires[self.training].readers, self._manifest.inputs
         read = {k for k, spec in enumerate(specs) if readers.get(Wire(CALLER, spec.value))}
         return self._entry.meet(what, self, read, args, kwargs, *kind, early=self._early)
