@@ -16,8 +16,9 @@ from fxpipe.passes.simulate_launches import Hosts
 from fxpipe.runtime.manifest import CandidateSpec
 from fxpipe.schedule import Schedule
 
-# Those are given cuts of their own that on cuts of equal time take so much longer at most, and need
-# more than such a share of some device's memory; of the shortest, tables of so many actions in all.
+# Those are given cuts of their own that on cuts of equal time take so much longer at most and need
+# more than such a share of some device's memory; all are, where the plan beside them is as much
+# longer than the bound. Of the shortest, tables of so many actions in all.
 _NEAR, _SHORT, _MOST_ACTIONS = 0.1, 0.8, 1500
 
 
@@ -51,12 +52,13 @@ def named_plans(
         )
 
 
-def shorter_named(problem: SearchProblem, than_ms: float) -> Plan | None:
+def shorter_named(problem: SearchProblem, than_ms: float, bound_ms: float) -> Plan | None:
     """The shortest that fits, with cuts by dynamic programming, if it is shorter than that.
 
-    A search may come to none of them where memory is short.
+    A search may come to none of them where memory is short, or its time.
     """
     p, m = problem.n_devices, problem.n_microbatches
+    is_far = than_ms > bound_ms * (1 + _NEAR)
     near = []
     for name, table, _, estimated in _on_equal_cuts(
         problem.chain, p, m, CheckpointMode.NEVER, problem.network, problem.training_factor
@@ -65,7 +67,7 @@ def shorter_named(problem: SearchProblem, than_ms: float) -> Plan | None:
         peaks = zip(found.peak_bytes, problem.capacity_bytes, strict=True)
         is_short = any(peak > _SHORT * capacity for peak, capacity in peaks)
         is_near = found.step_ms < than_ms * (1 + _NEAR)
-        if is_short and is_near and table.n_stages // p in problem.loops:
+        if (is_far or (is_short and is_near)) and table.n_stages // p in problem.loops:
             near.append((found.step_ms, name, table.n_stages, sum(map(len, table.rows))))
     shortest: Plan | None = None
     left = _MOST_ACTIONS

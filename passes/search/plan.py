@@ -89,7 +89,7 @@ def search(
     plan = _plan(problem, run.judge, found, schedule_name, run.bound_ms)
     if table is None and not orders:
         than_ms = plan.estimate.step_ms if lacking(problem, plan) <= 0 else inf
-        if named := shorter_named(problem, than_ms):
+        if named := shorter_named(problem, than_ms, run.bound_ms):
             plan = replace(named, schedule_name=schedule_name, bound_ms=run.bound_ms)
     if lacking(problem, plan) > 0:
         raise PlanError(_does_not_fit(problem, plan))

@@ -92,10 +92,26 @@ def test_where_memory_is_short_a_search_takes_a_named_schedule_that_is_shorter(
 
 def test_none_is_given_that_is_longer_or_not_asked_for_or_where_there_is_room() -> None:
     short = asked(0)
-    found = shorter_named(short, inf)
+    found = shorter_named(short, inf, inf)
     assert found is not None
-    assert shorter_named(short, found.estimate.step_ms) is None
-    one_stage = shorter_named(replace(short, loops=(1,)), inf)
+    assert shorter_named(short, found.estimate.step_ms, inf) is None
+    one_stage = shorter_named(replace(short, loops=(1,)), inf, inf)
     assert one_stage is None or len(one_stage.cuts) == 1
-    assert shorter_named(replace(short, capacity_bytes=(2**40,) * 2), inf) is None
-    assert shorter_named(replace(short, capacity_bytes=(1000,) * 2), inf) is None
+    assert shorter_named(replace(short, capacity_bytes=(2**40,) * 2), inf, inf) is None
+    assert shorter_named(replace(short, capacity_bytes=(1000,) * 2), inf, inf) is None
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 5, 9])
+def test_a_search_that_had_no_time_takes_a_named_schedule_that_is_shorter(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = problem(random_chain(Random(seed), 24), 3, 6, network=Network(Link(0.01, 1e2)))
+
+    def hurried() -> float:
+        return searched(slow, time_limit_s=0.0).estimate.step_ms
+
+    shortest = shorter_named(slow, inf, 0.0)
+    assert shortest is not None
+    assert hurried() <= shortest.estimate.step_ms
+    monkeypatch.setattr(named, "_MOST_ACTIONS", 0)
+    assert hurried() > shortest.estimate.step_ms
