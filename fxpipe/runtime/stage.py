@@ -149,7 +149,8 @@ class Stage:
         if not given:
             return {}
         every = dict(self.module.named_parameters(remove_duplicate=False))
-        found = {id(every[name]): tensor for name, tensor in given.items()}
+        # Of a weight that another device owns there is nothing here between calls.
+        found = {id(every[name]): tensor for name, tensor in given.items() if name in every}
         others = {k: found[id(one)] for k, one in every.items() if id(one) in found}
         return {**others, **given}
 
