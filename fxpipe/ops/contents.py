@@ -77,18 +77,21 @@ def attributes(model: nn.Module) -> Iterator[Attribute]:
                         yield Attribute(prefix + name, value, _package(kind))
 
 
-def mark(value: object, package: str, depth: int = 0) -> object:
+def mark(value: object, package: str, within: tuple[set[int], int] | None = None) -> object:
     """Something by which it is seen that another value is held, however deep.
 
     Tensors in a container are told apart; of an attribute that is a tensor nothing is seen.
+    `within` says what has been looked into already, and how deep this is.
     """
     if isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Tensor) and depth:
+    if isinstance(value, Tensor) and within is not None:
         return id(value)
-    if depth > _DEEPEST:
+    known, depth = within or (set(), 0)
+    if id(value) in known or depth > _DEEPEST:
         return type(value)
-    items = (mark(item, package, depth + 1) for item in _items(value, package))
+    known.add(id(value))
+    items = (mark(item, package, (known, depth + 1)) for item in _items(value, package))
     return type(value), tuple(items)
 
 
