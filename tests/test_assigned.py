@@ -310,6 +310,23 @@ def test_what_containers_keep_for_the_next_call_is_refused(kind):
         capture(kind(), (torch.randn(4, 6),), {})
 
 
+def test_a_table_in_a_dict_and_what_says_how_far_it_goes_are_put_back_together():
+    class Table(Base):
+        def __init__(self):
+            super().__init__()
+            self.tables, self.length = {}, 0
+
+        def step(self, x):
+            if x.size(-1) > self.length:
+                self.length = x.size(-1)
+                self.tables["cos"] = torch.arange(float(self.length)).cos()
+            return x + self.tables["cos"][: x.size(-1)]
+
+    model = Table()
+    assert capture(model, (torch.randn(4, 6),), {}).checked == "train and eval"
+    assert (model.tables, model.length) == ({}, 0)
+
+
 def test_a_tensor_in_a_list_that_is_written_in_place_is_carried_on(tmp_path):
     class InPlace(InList):
         def put(self, mean):

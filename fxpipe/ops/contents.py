@@ -1,7 +1,6 @@
-"""What modules hold in lists, dicts and objects of their own, beside tensors and other modules.
+"""What modules hold: their attributes, and what is in lists, dicts and objects of their own.
 
-A forward may keep there what a later call reads. A `state_dict` knows nothing of it, and neither
-does a copy of a module's attributes.
+A forward may keep there what a later call reads, of which a `state_dict` knows nothing.
 """
 
 from collections import deque
@@ -9,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 _Space = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
@@ -28,13 +28,18 @@ class Attribute(NamedTuple):
 
 
 class Contents:
-    """What was held as this was made."""
+    """What was held as this was made: attributes, hooks, and all that containers hold."""
 
     def __init__(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         """Tensors of `state` are remembered elsewhere."""
         self._known = {id(tensor) for tensor in state.values()}
         self._spaces: list[tuple[_Space, list[Any]]] = []
         self._values: list[tuple[Tensor, Tensor]] = []
+        own = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
+        for module in model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                spaces = vars(module), *(vars(module)[name] for name in own)
+                self._spaces += [(space, _flat(space)) for space in spaces]
         for attribute in attributes(model):
             self._note(attribute.value, attribute.package, 0)
 

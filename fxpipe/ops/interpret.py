@@ -115,17 +115,10 @@ def buffers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def untouched(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
     """Put attributes, hooks, buffers, train flags and random state back afterwards."""
     kept, contents = buffers(state), Contents(model, state)
-    eager = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    own = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
-    spaces = [space for m in eager for space in (vars(m), *(vars(m)[k] for k in own))]
-    attributes = [(space, dict(space)) for space in spaces]
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        for space, before in attributes:
-            space.clear()
-            space.update(before)
         contents.put_back()
         for name, value in kept.items():
             restore(state[name], value)
