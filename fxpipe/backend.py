@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from fxpipe.capture.region import (
     inputs_of,
     region,
 )
+from fxpipe.capture.served import Served
 from fxpipe.compiler import compile
 from fxpipe.edits import refuse_loss
 from fxpipe.errors import CaptureError, InputError
@@ -35,8 +36,17 @@ from fxpipe.runtime.weights.share import share
 
 _OPTIONS = ("devices", "microbatches", "schedule", "checkpoint", "solver", "out")
 _WAY_OUT = 'give the module to pipeline to torch.compile(module, backend="fxpipe", ...)'
-_Key = tuple[object, ...]
-_PIPES: weakref.WeakKeyDictionary[nn.Module, dict[_Key, Pipeline]] = weakref.WeakKeyDictionary()
+
+
+class _Known(NamedTuple):
+    """A pipeline, the graph that it was compiled from, and under which settings."""
+
+    graph: Served
+    settings: str
+    pipe: Pipeline
+
+
+_PIPES: weakref.WeakKeyDictionary[nn.Module, list[_Known]] = weakref.WeakKeyDictionary()
 
 
 def backend(
@@ -61,12 +71,12 @@ def backend(
             "without that line"
         )
     inputs = inputs_of(traced, root)
-    known = _PIPES.setdefault(root, {})
-    key = _key(traced, inputs, options or {})
-    if key not in known and not has_open_batch(traced, inputs):
+    graph = Served.of(traced, inputs)
+    known = _known(root, graph, options or {})
+    if known is None and not has_open_batch(traced, inputs):
         frame.again_with_open_batch(list(inputs.values()))
     part = region(closed(traced, inputs), root)
-    return Stand(part, weakref.ref(root), tuple(inputs), options or {}, key)
+    return Stand(part, weakref.ref(root), tuple(inputs), options or {}, graph)
 
 
 class Stand:
@@ -78,26 +88,46 @@ class Stand:
         root: "weakref.ref[nn.Module]",
         places: tuple[int, ...],
         options: Mapping[str, Any],
-        key: _Key,
+        graph: Served,
     ) -> None:
         self._part: Region | None = part
         self._root = root
         self._places = places
         self._options = options
-        self._key = key
+        self._graph = graph
+        self._pipe: weakref.ref[Pipeline] | None = None
 
     def __call__(self, *given: Any) -> Sequence[Tensor]:
         """The graph's outputs, from the pipeline. The first call compiles it."""
         root = self._root()
         assert root is not None
-        known = _PIPES[root]
         tensors = [given[k] for k in self._places]
-        if self._key not in known:
-            assert self._part is not None
-            known[self._key] = _compiled(self._part, root, tensors, self._options, len(known))
-        self._part = None
-        outputs: Sequence[Tensor] = known[self._key](*tensors)
+        pipe = None if self._pipe is None else self._pipe()
+        if pipe is None:
+            pipe = self._found(root, tensors)
+            self._pipe = weakref.ref(pipe)
+        outputs: Sequence[Tensor] = pipe(*tensors)
         return outputs
+
+    def _found(self, root: nn.Module, tensors: Sequence[Tensor]) -> Pipeline:
+        """The pipeline that serves this graph, compiled now if there is none."""
+        pipe, part = _known(root, self._graph, self._options), self._part
+        self._part = None
+        if pipe is None:
+            assert part is not None
+            made = _PIPES.setdefault(root, [])
+            pipe = _compiled(part, root, tensors, self._options, len(made))
+            made.append(_Known(self._graph, _settings(self._options), pipe))
+        return pipe
+
+
+def _known(root: nn.Module, graph: Served, options: Mapping[str, Any]) -> Pipeline | None:
+    """The pipeline of `root` that serves the graph, if one does."""
+    settings = _settings(options)
+    for known in _PIPES.get(root, ()):
+        if known.settings == settings and known.graph.serves(graph):
+            return known.pipe
+    return None
 
 
 def _compiled(
@@ -127,21 +157,8 @@ def _repeated(tensors: Sequence[Tensor], times: int) -> tuple[Tensor, ...]:
     return tuple(tensor.detach().clone() for tensor in made)
 
 
-def _key(traced: fx.GraphModule, inputs: Mapping[int, Tensor], options: Mapping[str, Any]) -> _Key:
-    """Equal for graphs that one pipeline serves, whatever their batch."""
-    ops = [
-        (str(node.target), *(leaf for leaf in (*node.args, *node.kwargs.values()) if leaf is True))
-        for node in traced.graph.nodes
-        if node.op.startswith("call") and isinstance(node.meta.get("example_value"), Tensor)
-    ]
-    state = [
-        id(example)
-        for k, node in enumerate(n for n in traced.graph.nodes if n.op == "placeholder")
-        if k not in inputs and isinstance(example := node.meta["grapharg"].example, Tensor)
-    ]
-    specs = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in inputs.values()]
-    settings = sorted((name, str(value)) for name, value in options.items())
-    return tuple(ops), tuple(state), tuple(specs), tuple(settings)
+def _settings(options: Mapping[str, Any]) -> str:
+    return str(sorted((name, str(value)) for name, value in options.items()))
 
 
 def _refuse_many() -> None:

@@ -185,6 +185,58 @@ def test_another_length_is_compiled_anew_and_one_row_is_not(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out-2"]
 
 
+class Turns(nn.Module):
+    """What it does hangs on `how`, though the same ops are called of tensors of the same sizes."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(6, 6), nn.Linear(6, 6), how
+
+    def forward(self, x):
+        a = self.a(x).tanh()
+        b = self.b(a)
+        match self.how:
+            case "outputs":
+                return a, b
+            case "output":
+                return b
+            case "one way" | "other way":
+                return a - b if self.how == "one way" else b - a
+            case "none" | "tanh":
+                return F.gelu(b, approximate=self.how)
+            case int():
+                return torch.roll(b, self.how, 1)
+            case float():
+                return b * self.how
+            case tuple():
+                return F.pad(b, self.how)
+            case "b of b" | "a of b":
+                return self.b(b) if self.how == "b of b" else self.a(b)
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ("outputs", "output"),
+        ("one way", "other way"),
+        ("none", "tanh"),
+        (1, 2),
+        (1.0, 2.0),
+        ((1, 1), (2, 0)),
+        ("b of b", "a of b"),
+    ],
+    ids=str,
+)
+def test_another_graph_of_the_same_ops_is_another_pipeline(ways):
+    program = compiled(Turns(ways[0]).double())
+    plain = copy.deepcopy(program)
+    for rows in (4, 5, 1):
+        for how in (*ways, ways[0]):
+            program.how = plain.how = how
+            x = batch(rows)
+            torch.testing.assert_close(program(x), plain._orig_mod(x), rtol=1e-10, atol=1e-12)
+
+
 def test_one_batch_size_only_is_told():
     class Frozen(models.Chain):
         def forward(self, x):

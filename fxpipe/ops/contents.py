@@ -3,7 +3,7 @@
 A forward may keep there what a later call reads, of which a `state_dict` knows nothing.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 _Space = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
-_KINDS = (dict, list, set, deque)
+_KINDS = (OrderedDict, dict, list, set, deque)
 _DEEPEST = 8  # containers in one another
 
 
@@ -131,24 +131,26 @@ def _items(value: object, package: str) -> list[Any]:
     return [] if space is None else _flat(space)
 
 
+def _kind(space: _Space) -> Any:
+    """The built-in kind, by whose methods it is read and written: a subclass may have others."""
+    return next(kind for kind in _KINDS if isinstance(space, kind))
+
+
 def _flat(space: _Space) -> list[Any]:
-    """Its items. A subclass may give other ones than the built-in kind's methods, used here."""
+    """Its items."""
+    kind = _kind(space)
     if isinstance(space, dict):
-        return [one for pair in dict.items(space) for one in pair]
-    kind: Any = next(kind for kind in _KINDS if isinstance(space, kind))
+        return [one for pair in kind.items(space) for one in pair]
     return [*kind.__iter__(space)]
 
 
 def _fill(space: _Space, items: list[Any]) -> None:
     """Let it hold these."""
+    kind = _kind(space)
+    kind.clear(space)
     if isinstance(space, dict):
-        dict.clear(space)
-        dict.update(space, zip(items[::2], items[1::2], strict=True))
-    elif isinstance(space, list):
-        list.__setitem__(space, slice(None), items)
-    elif isinstance(space, deque):
-        deque.clear(space)
-        deque.extend(space, items)
+        kind.update(space, zip(items[::2], items[1::2], strict=True))
+    elif isinstance(space, set):
+        kind.update(space, items)
     else:
-        set.clear(space)
-        set.update(space, items)
+        kind.extend(space, items)

@@ -36,7 +36,7 @@ def friends(n):
 
 def change(value, new):
     if isinstance(value, dict):
-        dict.__setitem__(value, "k", new)
+        value["k"] = new
     elif isinstance(value, set):
         value.add(new)
     elif isinstance(value, list | deque):
@@ -88,6 +88,20 @@ def test_tensors_have_their_values_and_sizes_again():
     contents.put_back()
     assert torch.equal(kept, torch.zeros(2))
     assert grown.shape == (0,)
+
+
+def test_an_ordered_dict_has_its_order_again():
+    model = nn.Linear(2, 2)
+    model.held = OrderedDict(a=1, b=2)
+    before, contents = marks(model), Contents(model, {})
+    for _ in range(2):
+        model.held["c"] = 3
+        model.held.popitem(last=False)
+        model.held.move_to_end("b")
+        assert marks(model) != before
+        contents.put_back()
+        assert [*model.held] == ["a", "b"]
+        assert marks(model) == before
 
 
 def test_what_many_know_is_looked_into_once():
