@@ -20,6 +20,7 @@ from fxpipe.capture.region import Excerpt
 from fxpipe.errors import CaptureError, FxpipeError, InputError
 from fxpipe.ir import Capture
 from fxpipe.ops.interpret import untouched
+from fxpipe.partial_check import stands_apart
 from fxpipe.runtime.manifest import PartSpec
 from fxpipe.runtime.splicing import ReadError, stand_in
 from fxpipe.runtime.structure import describe
@@ -77,6 +78,7 @@ def largest_part(
     calls = _watched(model, args, kwargs)
     waiting = [*(_Run((call,)) for call in calls if any(call.module.children())), *_runs(calls)]
     total = _Run((_Call("", model, {}, None),)).size
+    entangled: list[str] = []
     while waiting:
         run = max(waiting, key=lambda run: run.size)
         waiting.remove(run)
@@ -94,9 +96,15 @@ def largest_part(
             if len(run.calls) > 1:
                 waiting += _capturable(model, run)
             continue
+        modules = [call.module for call in run.calls]
+        if not stands_apart(model, args, kwargs, modules, _spec(run), module):
+            entangled.append(run.calls[0].path)
+            continue
         return Part(_spec(run, run.size / total, broken_by), module, given, captured)
+    others = f"but {', '.join(entangled)}, of which the rest reads more than is returned"
     raise CaptureError(
-        f"{broken_by}\nNo submodule of it, and no run of submodules, can be captured either."
+        f"{broken_by}\nNo submodule of it, and no run of submodules, can be captured either"
+        + (f", {others}." if entangled else ".")
     ) from broken_by
 
 
@@ -189,7 +197,7 @@ def _read_between(
             describe(model(*args, **kwargs))
     except ReadError as error:
         return error.k
-    except InputError:  # it is part of the model's output
+    except Exception:  # it is part of the model's output, or looked at
         return 0
     finally:
         for module in modules:

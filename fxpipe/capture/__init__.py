@@ -76,6 +76,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             seen = first_calls(model, form, input_structure, tensors, calls)
             refuse_new_buffers(names.saved, model)
             refuse_resized(before, names.state)
+            if memoryless:
+                seen.held.put_back()  # fake tensors of a mode that is over
         inputs = input_names(input_structure)
         if isinstance(model, Excerpt):
             refuse_written_inputs(model, inputs, seen.written)

@@ -102,10 +102,11 @@ def mark(value: object, package: str, within: tuple[set[int], int] | None = None
 
 def restore(tensor: Tensor, value: Tensor) -> None:
     """Write into `tensor` what it had, if need be with the size that it had."""
-    if tensor.shape == value.shape:
-        tensor.data.copy_(value)
-    else:
+    if tensor.shape != value.shape:
         tensor.data = value
+    elif all(size < 2 or step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        tensor.data.copy_(value)
+    # Else it is expanded, and torch writes into no such tensor.
 
 
 def _package(kind: type) -> str:

@@ -23,6 +23,12 @@ def share(pipe: Pipeline, model: nn.Module) -> None:
     follow_modes(pipe, model)
 
 
+def held_by(model: nn.Module, pipe: Pipeline) -> list[object]:
+    """What `model` has of the state that the two share, None for what it lacks now."""
+    names = [spec.name for spec in pipe.manifest.state if spec.name not in pipe._elsewhere]
+    return [getattr(holder_of(model, name), name.rpartition(".")[2], None) for name in names]
+
+
 def follow_modes(pipe: Pipeline, model: nn.Module) -> None:
     """Set train or eval mode as each module of `model` has it."""
     for stage in pipe._stages:
