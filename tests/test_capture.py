@@ -7,7 +7,7 @@ import pytest
 import torch
 from flat import compile_flat, verified
 from torch import nn
-from torch.distributions import Normal, kl_divergence
+from torch.distributions import Distribution, Normal, kl_divergence
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -144,7 +144,10 @@ class Variational(models.Chain):
         return posterior.rsample(), kl_divergence(posterior, prior).sum(-1)
 
 
-def test_distributions_are_captured_and_check_their_arguments_again_afterwards(tmp_path):
+def test_distributions_are_captured_and_check_their_arguments_again_afterwards(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Distribution, "_validate_args", True)  # torch.compile leaves it off
     verified(Variational, rows, tmp_path)
     with pytest.raises(ValueError, match="scale"):
         Normal(torch.zeros(1), -torch.ones(1))
@@ -730,3 +733,18 @@ def test_a_path_through_an_einsum_that_a_library_plans_is_open(monkeypatch):
     monkeypatch.setattr(einsum, "strategy", "auto", raising=False)
     assert capture(Contracts(), (torch.randn(4, 6, 6),), {}).checked == "train and eval"
     assert einsum.enabled
+
+
+@pytest.mark.filterwarnings("ignore")  # what torch tells of such tensors
+@pytest.mark.parametrize(
+    ("kind", "made"),
+    [
+        ("sparse_coo", lambda x: x.to_sparse()),
+        ("sparse_csr", lambda x: x.to_sparse_csr()),
+        ("nested", lambda x: torch.nested.nested_tensor([*x])),
+        ("nested", lambda x: torch.nested.nested_tensor([*x[:, None]], layout=torch.jagged)),
+    ],
+)
+def test_what_is_no_dense_tensor_is_told(kind, made):
+    with pytest.raises(InputError, match=f"is a {kind} tensor"):
+        capture(nn.Linear(6, 6), (made(torch.randn(4, 6)),), {})

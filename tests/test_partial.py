@@ -308,3 +308,138 @@ def test_the_command_says_which_part_it_took(tmp_path, capsys):
     assert "took layers, 100% of the parameters" in said
     assert "branching.py, line 11: if x.sum() > 0:" in said
     app(["verify", str(out), str(file)], standalone_mode=False)
+
+
+class Gated(nn.Module):
+    """Leaves what its gate did in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.body = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        self.used = torch.zeros(())
+
+    def forward(self, x):
+        gate = self.gate(x).softmax(1)
+        self.used = gate.square().mean()
+        return self.body(x) * gate
+
+
+class Watches(nn.Module):
+    """Reads what a part has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Gated()
+
+    def forward(self, x):
+        x = -x if x.sum() > 0 else x
+        return self.part(x) + self.part.used
+
+
+class Placed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    def forward(self, x, place):
+        return self.layers(x) + place
+
+
+class Writes(nn.Module):
+    """What all blocks are given is another value each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Placed() for _ in range(3))
+
+    def forward(self, x):
+        place = x.new_zeros(())
+        x = -x if x.sum() > 0 else x
+        for block in self.blocks:
+            place += 1
+            x = block(x, place)
+        return x
+
+
+class Asserts(Writes):
+    """It looks at what goes from block to block."""
+
+    def forward(self, x):
+        x = -x if x.sum() > 0 else x
+        for block in self.blocks:
+            assert isinstance(x, torch.Tensor)
+            x = block(x, 1.0)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [(Watches, "part.body"), (Writes, "blocks.0.layers"), (Asserts, "blocks.0.layers")],
+)
+def test_a_part_is_one_without_which_the_rest_is_the_same(kind, part, tmp_path):
+    torch.manual_seed(0)
+    model, x = kind().double(), torch.randn(8, 6, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    package = fxpipe.compile(
+        model,
+        (x,),
+        devices=2,
+        microbatches=2,
+        profile="analytic:cpu",
+        allow_graph_breaks=True,
+    )
+    assert package.manifest.part.modules == (part,)
+    spliced = fxpipe.splice(model, fxpipe.load(package.write(tmp_path / "out")))
+    for batch in (x, -x[:3]):
+        torch.testing.assert_close(spliced(batch), plain(batch))
+
+
+def test_a_spliced_model_is_not_copied(tmp_path):
+    model, x = Asserts(), torch.randn(8, 6)
+    package = fxpipe.compile(
+        model,
+        (x,),
+        devices=2,
+        microbatches=2,
+        profile="analytic:cpu",
+        allow_graph_breaks=True,
+    )
+    fxpipe.splice(model, fxpipe.load(package.write(tmp_path / "out")))
+    with pytest.raises(InputError, match="Copy the model before"):
+        copy.deepcopy(model)
+
+
+def other_weight(model):
+    model.part.body[1].weight = nn.Parameter(torch.ones(6, 6, dtype=torch.float64))
+
+
+def other_hook(model):
+    model.part.body[1].register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def other_module(model):
+    model.part.body[1] = nn.Identity()
+
+
+def test_what_changes_in_a_spliced_model_holds_or_is_refused(tmp_path):
+    torch.manual_seed(0)
+    model, x = Watches().double(), torch.randn(8, 6, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    package = fxpipe.compile(
+        model,
+        (x,),
+        devices=2,
+        microbatches=2,
+        profile="analytic:cpu",
+        allow_graph_breaks=True,
+    )
+    spliced = fxpipe.splice(model, fxpipe.load(package.write(tmp_path / "out")))
+    for each in (plain, spliced):
+        other_weight(each)
+    torch.testing.assert_close(spliced(x), plain(x))
+    spliced(x).sum().backward()
+    assert spliced.part.body[1].weight.grad is not None
+    for change in (other_hook, other_module):
+        change(spliced)
+        with pytest.raises(InputError, match=r"part.body(.1)? is not what it was"):
+            spliced(x)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import InputError
@@ -78,8 +79,23 @@ def bind(
     return Form(tuple(signature), tuple(positional), rest), given
 
 
+def _refuse_not_dense(tensors: Sequence[Tensor]) -> None:
+    """Raise InputError for a tensor that can't be cut along its first dimension."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise InputError(
+                f"an input is a {kind} tensor, and micro-batches are cut from dense ones: give "
+                "its parts (indices and values, or padded rows and their lengths) instead"
+            )
+
+
 def batch_of(tensors: Sequence[Tensor]) -> tuple[int, list[bool]]:
-    """The rows of the first tensor that has more than one, and which tensors have as many."""
+    """The rows of the first tensor that has more than one, and which tensors have as many.
+
+    Raises InputError for tensors that have none.
+    """
+    _refuse_not_dense(tensors)
     rows = [len(tensor) for tensor in tensors if tensor.dim()]
     if not rows:
         raise InputError("no input is a tensor with a batch dimension: give at least one")

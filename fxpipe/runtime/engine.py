@@ -114,7 +114,7 @@ class Engine(Original):
 
     def _refuse_inside(self) -> None:
         """Raise InputError if a call of this pipeline is made from within one."""
-        if self._workers is not None:
+        if self._workers is not None and self._workers.lanes.are_here:
             self._workers.lanes.refuse_inside()
 
     def _refuse_hooks(self) -> None:
@@ -124,7 +124,7 @@ class Engine(Original):
                 raise InputError(
                     f"the pipeline has a {kind.replace('_', '-')} hook, which step can't run: it "
                     "never has the whole batch's output. Let the loss function do what the hook "
-                    "does, or train by loss_fn(pipe(x), target).backward() or a Runner"
+                    "does, or train by a Runner, whose closures call the pipeline"
                 )
 
     def _begin(self, inputs: Sequence[Tensor]) -> tuple[list[int], Call]:

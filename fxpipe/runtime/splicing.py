@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -146,6 +146,12 @@ class _Stand:
             pending = _Pending(given, self._part, self._k)
             return rebuild(self._part.between, _Repeated(pending))
         return self._call(**given)
+
+    def __deepcopy__(self, _: object) -> NoReturn:
+        raise InputError(
+            "a spliced model can't be copied: the copy would run this one's part. Copy the model "
+            "before, and splice a pipeline of its own into the copy: load the package again"
+        )
 
     def _named(self, args: Any, kwargs: Any) -> dict[str, Any]:
         bound = self._parameters.bind(*args, **kwargs).arguments

@@ -1,6 +1,7 @@
 """What lanes have to themselves while they run: their pipeline, and settings of the process."""
 
 import gc
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,9 +22,11 @@ class Turn:
     """Calls of one pipeline by several threads, one after the other. A copy has its own."""
 
     def __init__(self) -> None:
-        self._taken = threading.RLock()
+        self._taken, self._process = threading.RLock(), os.getpid()
 
     def __enter__(self) -> None:
+        if self._process != os.getpid():  # forked off, without the thread that may have it
+            self._taken, self._process = threading.RLock(), os.getpid()
         self._taken.acquire()
 
     def __exit__(self, *_: object) -> None:
@@ -53,8 +56,23 @@ def undisturbed() -> Iterator[None]:
         with _lock:
             _running -= 1
             if _running == 0:
-                interval, collecting, kernels = _settings.pop()
-                if collecting:
-                    gc.enable()
-                sys.setswitchinterval(interval)
-                let_take(kernels)
+                _put_back()
+
+
+def _put_back() -> None:
+    interval, collecting, kernels = _settings.pop()
+    if collecting:
+        gc.enable()
+    sys.setswitchinterval(interval)
+    let_take(kernels)
+
+
+def _alone() -> None:
+    """In a process that was forked off no pipeline runs, whatever ran in the other one."""
+    global _lock, _running
+    _lock, _running = threading.Lock(), 0
+    if _settings:
+        _put_back()
+
+
+os.register_at_fork(after_in_child=_alone)

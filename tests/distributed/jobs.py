@@ -587,6 +587,16 @@ def misused(folder: Path, m: int) -> list[str]:
     tried(lambda: pipe(x))
     scaler = torch.amp.GradScaler("cpu") if first else None
     tried(lambda: pipe.step(x, loss_fn=toys.mean_loss, scaler=scaler))
+
+    def with_a_hook() -> None:
+        hooks = [pipe.register_forward_hook(lambda *_: None)] if first else []
+        try:
+            pipe.step(x, loss_fn=toys.mean_loss)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    tried(with_a_hook)
     return found
 
 

@@ -110,7 +110,7 @@ def test_calls_that_differ_are_refused_alike_and_the_next_goes_on(two, tmp_path)
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
     errors, others = two.run(jobs.misused, tmp_path, 4)
     assert errors == others
-    rows, shape, missing, modes, graph, scaler = errors
+    rows, shape, missing, modes, graph, scaler, hook = errors
     assert "rank 0 was given inputs of batch 10" in rows
     assert "rank 1 of batch 4" in rows
     assert "rank 1: input 'x' must have shape [batch, 6]" in shape
@@ -118,6 +118,7 @@ def test_calls_that_differ_are_refused_alike_and_the_next_goes_on(two, tmp_path)
     assert "rank 1 is in eval mode, rank 0 in training mode" in modes
     assert "torch.no_grad()" in graph
     assert "as pipe.step(...), rank 0 as pipe.step(..., scaler=scaler): call all" in scaler
+    assert "rank 0: the pipeline has a forward hook" in hook
 
 
 @pytest.mark.parametrize(("devices", "dp"), [((0, 0, 1), 1), ((0, 0, 0), 2)])

@@ -82,3 +82,25 @@ def test_a_forked_process_has_lanes_of_its_own(tmp_path):
     process.join(30)
     process.kill()
     assert process.exitcode == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_that_is_forked_off_within_a_step_has_nothing_of_it(tmp_path):
+    _, pipe = both(tmp_path, CHAIN)
+    forked = []
+
+    def forks(output, _=None):
+        if not forked:
+            forked.append(multiprocessing.get_context("fork").Process(target=evaluates))
+            forked[0].start()
+        return mean_loss(output)
+
+    @torch.no_grad()
+    def evaluates():
+        assert gc.isenabled()
+        pipe(*CHAIN.inputs())
+
+    pipe.step(*CHAIN.inputs(), loss_fn=forks)
+    forked[0].join(30)
+    forked[0].kill()
+    assert forked[0].exitcode == 0

@@ -152,12 +152,19 @@ class RankEngine(Pipeline):
         return self._weights.collected(self._state.parameters(self))
 
     def _meet(
-        self, what: str, args: Sequence[object], kwargs: Mapping[str, object], *kind: object
+        self,
+        what: str,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        *kind: object,
+        backward: bool,
     ) -> tuple[list[Tensor | None], Meeting]:
         refuse_transforms()
         readers, specs = self._wires[self.training].readers, self._manifest.inputs
         read = {k for k, spec in enumerate(specs) if readers.get(Wire(CALLER, spec.value))}
-        return self._entry.meet(what, self, read, args, kwargs, *kind, early=self._early)
+        refuse = self._refuse_hooks if backward else None
+        early = self._early
+        return self._entry.meet(what, self, read, args, kwargs, *kind, early=early, refuse=refuse)
 
     def _enter(
         self, inputs: Sequence[Tensor | None], meeting: Meeting

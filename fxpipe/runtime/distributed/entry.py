@@ -78,16 +78,20 @@ class Entry:
         kwargs: Mapping[str, object],
         *kind: object,
         early: bool,
+        refuse: Callable[[], None] | None,
     ) -> tuple[list[Tensor | None], Meeting]:
         """This rank's inputs, of which its stages `read` some, and what all agree on.
 
         `kind` is what else messages may depend on, but for their shapes. With `early` it may be
-        what all agreed on when this rank was last called so. Raises InputError.
+        what all agreed on when this rank was last called so. Raises InputError, alike on all if
+        `refuse` does on one.
         """
         inputs: list[Tensor | None] = []
         given, problem = None, None
         with self._ranks.telling():
             try:
+                if refuse is not None:
+                    refuse()
                 microbatch.refuse_other_mode(self._manifest, module.training)
                 inputs, given = self._given(args, kwargs, read)
             except InputError as error:

@@ -49,7 +49,7 @@ class DistributedPipeline(RankEngine):
         self._refuse_inside()
         microbatch.refuse_unmergeable(self._manifest, self.training)
         self._ranks.progress.begin("evaluation")
-        inputs, meeting = self._meet("as pipe(...)", args, kwargs)
+        inputs, meeting = self._meet("as pipe(...)", args, kwargs, backward=False)
 
         def evaluate(meeting: Meeting) -> list[Any] | None:
             with self._ranks.telling():
@@ -83,11 +83,10 @@ class DistributedPipeline(RankEngine):
         if not torch.is_grad_enabled():
             raise InputError("step computes gradients: call it outside of torch.no_grad()")
         self._refuse_inside()
-        self._refuse_hooks()
         scaled = scaler is not None and scaler.is_enabled()
         self._ranks.progress.begin("step")
         what = "as pipe.step(..., scaler=scaler)" if scaled else "as pipe.step(...)"
-        inputs, meeting = self._meet(what, args, kwargs, place_of(loss_fn))
+        inputs, meeting = self._meet(what, args, kwargs, place_of(loss_fn), backward=True)
         alone = partial(trains_nothing, loss_fn) if self._ranks.dp > 1 else loss_fn
 
         def train(meeting: Meeting) -> Tensor:
