@@ -748,3 +748,31 @@ def test_a_path_through_an_einsum_that_a_library_plans_is_open(monkeypatch):
 def test_what_is_no_dense_tensor_is_told(kind, made):
     with pytest.raises(InputError, match=f"is a {kind} tensor"):
         capture(nn.Linear(6, 6), (made(torch.randn(4, 6)),), {})
+
+
+class Unregistered(models.Chain):
+    """Computes with a parameter that is in no `parameters()`; its extra state is a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales, self.seen = [nn.Parameter(torch.full((6,), 2.0))], torch.ones(2)
+
+    def forward(self, x):
+        return super().forward(x) * self.scales[0].to(x)
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+def test_tensors_that_are_neither_parameters_nor_buffers_are_not_taken_for_such(tmp_path):
+    torch.manual_seed(0)
+    model, x = Unregistered().double(), torch.randn(8, 6, dtype=torch.float64)
+    package = compile_flat(model, (x,), devices=2, microbatches=2)
+    pipe = fxpipe.load(package.write(tmp_path / "out"))
+    pipe.load_state_dict(model.state_dict())
+    torch.testing.assert_close(pipe(x), model(x))
+    assert torch.equal(pipe.state_dict()["_extra_state"], model.seen)
+    assert pipe.state_dict().keys() == model.state_dict().keys()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from fxpipe.memory import storage_of
+from fxpipe.runtime.weights.original import is_added
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class ModelNames:
         return next(iter(near or names), None)
 
     def add_constant(self, name: str, tensor: Tensor) -> None:
-        """Name a tensor that tracing made."""
-        self.state[name] = tensor
+        """Name a tensor that tracing made, or found: a parameter in a list is no model's own."""
+        self.state[name] = tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
         self.tensors[id(tensor)] = [name]
 
     def add_constants_of(self, other: "ModelNames") -> None:
@@ -75,7 +76,7 @@ def model_names(model: nn.Module) -> ModelNames:
     modules: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         modules.setdefault(id(module), []).append(path)
-    saved = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
+    saved = {k: v for k, v in model.state_dict(keep_vars=True).items() if not is_added(k, v)}
     state = {**saved, **{k: v for k, v in all_tensors(model) if k not in saved}}
     tensors: dict[int, list[str]] = {}
     for name, tensor in state.items():

@@ -13,6 +13,7 @@ from fxpipe.capture.names import attribute
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.ir import Op, SourceLine, own_storage
 from fxpipe.memory import storage_of
+from fxpipe.runtime.weights.original import is_added
 
 
 def refuse_lazy(model: nn.Module) -> None:
@@ -52,7 +53,7 @@ def refuse_writes(ops: Mapping[str, Op], state: Mapping[str, Tensor]) -> None:
 
 def refuse_new_buffers(before: Iterable[str], model: nn.Module) -> None:
     """Raise CaptureError if the state_dict has tensors by names that it had not `before`."""
-    tensors = [name for name, value in model.state_dict().items() if isinstance(value, Tensor)]
+    tensors = [name for name, value in model.state_dict().items() if not is_added(name, value)]
     for name in [name for name in tensors if name not in set(before)]:
         raise CaptureError(
             f"forward registers {name!r}, which the model's state_dict lacks before the first "
