@@ -372,6 +372,17 @@ class Asserts(Writes):
         return x
 
 
+def part_of(model, x):
+    return fxpipe.compile(
+        model,
+        (x,),
+        devices=2,
+        microbatches=2,
+        profile="analytic:cpu",
+        allow_graph_breaks=True,
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "part"),
     [(Watches, "part.body"), (Writes, "blocks.0.layers"), (Asserts, "blocks.0.layers")],
@@ -380,14 +391,7 @@ def test_a_part_is_one_without_which_the_rest_is_the_same(kind, part, tmp_path):
     torch.manual_seed(0)
     model, x = kind().double(), torch.randn(8, 6, dtype=torch.float64)
     plain = copy.deepcopy(model)
-    package = fxpipe.compile(
-        model,
-        (x,),
-        devices=2,
-        microbatches=2,
-        profile="analytic:cpu",
-        allow_graph_breaks=True,
-    )
+    package = part_of(model, x)
     assert package.manifest.part.modules == (part,)
     spliced = fxpipe.splice(model, fxpipe.load(package.write(tmp_path / "out")))
     for batch in (x, -x[:3]):
@@ -396,14 +400,7 @@ def test_a_part_is_one_without_which_the_rest_is_the_same(kind, part, tmp_path):
 
 def test_a_spliced_model_is_not_copied(tmp_path):
     model, x = Asserts(), torch.randn(8, 6)
-    package = fxpipe.compile(
-        model,
-        (x,),
-        devices=2,
-        microbatches=2,
-        profile="analytic:cpu",
-        allow_graph_breaks=True,
-    )
+    package = part_of(model, x)
     fxpipe.splice(model, fxpipe.load(package.write(tmp_path / "out")))
     with pytest.raises(InputError, match="Copy the model before"):
         copy.deepcopy(model)
@@ -425,14 +422,7 @@ def test_what_changes_in_a_spliced_model_holds_or_is_refused(tmp_path):
     torch.manual_seed(0)
     model, x = Watches().double(), torch.randn(8, 6, dtype=torch.float64)
     plain = copy.deepcopy(model)
-    package = fxpipe.compile(
-        model,
-        (x,),
-        devices=2,
-        microbatches=2,
-        profile="analytic:cpu",
-        allow_graph_breaks=True,
-    )
+    package = part_of(model, x)
     spliced = fxpipe.splice(model, fxpipe.load(package.write(tmp_path / "out")))
     for each in (plain, spliced):
         other_weight(each)
