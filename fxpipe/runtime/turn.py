@@ -75,4 +75,5 @@ def _alone() -> None:
         _put_back()
 
 
-os.register_at_fork(after_in_child=_alone)
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks
+    os.register_at_fork(after_in_child=_alone)
