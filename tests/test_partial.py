@@ -372,6 +372,19 @@ class Asserts(Writes):
         return x
 
 
+class Recomputes(nn.Module):
+    """The rest has a checkpoint through which `autograd.grad` can't go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = -x if x.sum() > 0 else x
+        return checkpoint(self.head, self.body(x), use_reentrant=True)
+
+
 def part_of(model, x):
     return fxpipe.compile(
         model,
@@ -385,7 +398,12 @@ def part_of(model, x):
 
 @pytest.mark.parametrize(
     ("kind", "part"),
-    [(Watches, "part.body"), (Writes, "blocks.0.layers"), (Asserts, "blocks.0.layers")],
+    [
+        (Watches, "part.body"),
+        (Writes, "blocks.0.layers"),
+        (Asserts, "blocks.0.layers"),
+        (Recomputes, "body"),
+    ],
 )
 def test_a_part_is_one_without_which_the_rest_is_the_same(kind, part, tmp_path):
     torch.manual_seed(0)

@@ -18,14 +18,7 @@ from fxpipe.capture.fingerprint import fingerprint
 from fxpipe.capture.first_calls import fills_once, first_calls, refuse_resized
 from fxpipe.capture.functions import Functions
 from fxpipe.capture.graph import own_graph
-from fxpipe.capture.inputs import (
-    batch_of,
-    bind,
-    copies,
-    flat_inputs,
-    input_names,
-    with_rows,
-)
+from fxpipe.capture.inputs import batch_of, bind, copies, flat_inputs, input_names, with_rows
 from fxpipe.capture.modes import depends_on_mode, forget_eval, merge_modes
 from fxpipe.capture.names import ModelNames, model_names
 from fxpipe.capture.refuse import (

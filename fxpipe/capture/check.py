@@ -169,13 +169,19 @@ def _not_fixed(structure: Structure, found: Structure) -> str:
 
 def observe_run(run: Run, flat: FlatModel, state: Mapping[str, Tensor], training: bool) -> Result:
     """Outputs of `run`, gradients of a fixed function of them, and buffers afterwards."""
-    with untouched(flat, state), _each_cast_anew():
+    with untouched(flat, state):
         flat.held.put_back()  # what one call keeps for the next shows in the second
         flat.train(training)
+        return observed(run, flat.model, state)
+
+
+def observed(run: Run, model: nn.Module, state: Mapping[str, Tensor]) -> Result:
+    """The same of a `model` that is put back afterwards, in the mode that it is in."""
+    with _each_cast_anew():
         torch.manual_seed(0)
         outputs = run()
-        made = derived(flat.model, state)
-        now = {k: v for k, v in all_tensors(flat.model) if k in state and k not in made}
+        made = derived(model, state)
+        now = {k: v for k, v in all_tensors(model) if k in state and k not in made}
         present = {**state, **now}
         buffers = {
             name: tensor.detach().clone()
