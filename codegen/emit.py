@@ -171,6 +171,7 @@ def _manifest(
             plan.estimate.ahead_bytes,
             plan.estimate.captured_ms,
             plan.estimate.together_bytes,
+            tuple(f"{wait.sent} {wait.ended}" for wait in plan.estimate.waits),
         ),
         solver=plan.solver,
         gap=plan.gap,

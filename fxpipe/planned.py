@@ -14,6 +14,7 @@ from fxpipe.passes.partition_launches import with_launches
 from fxpipe.passes.partition_libraries import with_libraries_held
 from fxpipe.passes.partition_processes import with_messages_held
 from fxpipe.passes.partition_tidy import MOST_LONGER
+from fxpipe.passes.partition_waits import with_waits
 from fxpipe.passes.search.named import candidate, named_plans
 from fxpipe.passes.search.plan import NAME as AUTO
 from fxpipe.passes.search.plan import TIME_LIMIT_S, search
@@ -73,6 +74,8 @@ def planned(
             solver=solver,
         )
         plan = _waiting(q, plan)
+    if q.processors:
+        plan = with_waits(q.chain, plan)
     plan = with_messages_held(q.chain, plan, q.network, q.room_bytes)
     return with_libraries_held(plan, q.chain.library_bytes)
 

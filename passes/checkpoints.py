@@ -80,7 +80,7 @@ def segment_cost(chain: Chain, begin: int, end: int, segments: Segments) -> Segm
     before the next segment's come, so that the largest one's count. Parameters and what the stage
     receives are left out.
     """
-    received = {v.name for v in chain.values if v.producer < begin and _reads(v, begin, end)}
+    received = {v.memory for v in chain.values if v.producer < begin and _reads(v, begin, end)}
     inputs = {
         v.name: v.bytes
         for v in chain.values

@@ -34,7 +34,15 @@ def linearize(capture: Capture, profile: Profile) -> Chain:
         if consumers and name in capture.specs:
             spec = capture.specs[name]
             n_bytes = spec.bytes({**capture.sizes, "batch": profile.batch})
-            value = Value(name, n_bytes, producer, consumers, spec.requires_grad)
+            view_of = capture.ops[name].storage if name in capture.ops else name
+            value = Value(
+                name,
+                n_bytes,
+                producer,
+                consumers,
+                spec.requires_grad,
+                view_of=None if view_of == name else view_of,
+            )
             values += _apart(value, len(blocks)) if loss and name in loss.unused else [value]
     order = [name for block in blocks for name in block]
     needed, loss_bytes = workspaces(capture, profile.costs, order, profile.batch, loss)

@@ -57,7 +57,7 @@ def atoms_of(problem: Problem, unit_ms: float) -> Atoms:
         if value.producer >= 0 and (after := atom_of[value.producer] + 1) in readers:
             sent[after] += value.bytes
             back[after] += value.bytes if value.gradient else 0
-            is_saved = ("saved", value.name) in seen
+            is_saved = ("saved", value.memory) in seen
             held = atoms.received_saved if is_saved else atoms.received
             held[after] += value.bytes // BYTES_PER_UNIT
     links = (problem.network.link, *problem.network.pairs.values())

@@ -1,6 +1,6 @@
 """What a run of blocks costs as a stage: its blocks summed up, whatever the other stages are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import ceil
@@ -45,11 +45,10 @@ def stage_cost(
     action_ms = chain.action_ms
     backward_ms = action_ms + sum(block.backward_ms for block in blocks)
     saved = {name: size for block in blocks for name, size in block.saved}
-    saved_bytes = sum(
-        size
-        for name, size in saved.items()
-        if name not in crossing.given and name not in crossing.received
-    )
+    # What comes in is counted by itself: of two views of one memory, each.
+    coming = crossing.given | crossing.received
+    memories = {values[name].memory for name in coming}
+    saved_bytes = sum(size for name, size in saved.items() if name not in memories)
     cost = StageCost(
         forward_ms=action_ms + sum(block.forward_ms for block in blocks),
         backward_ms=backward_ms,
@@ -76,7 +75,7 @@ def stage_cost(
     released = 0
     if crossing.sends_back:
         # It is there in I and gone in W: what arrives, from I on, is less by it, and I needs it.
-        released = min(cost.arriving_bytes, _released(blocks, crossing))
+        released = min(cost.arriving_bytes, _released(blocks, memories))
         # What blocks behind have saved stays for W, in which no gradients are on their way. What
         # arrives at blocks before is not there yet.
         yet = accumulate((block.arriving_bytes for block in blocks), initial=0)
@@ -94,20 +93,23 @@ def stage_cost(
         loss_bytes=blocks[-1].loss_bytes + share,
         arriving_bytes=cost.arriving_bytes - released,
         passing_bytes=sum(
-            size for name, size in (crossing.given | crossing.received).items() if name not in saved
+            size for name, size in coming.items() if values[name].memory not in saved
         ),
         returned_bytes=crossing.returned_bytes,
     )
 
 
-def _released(blocks: Sequence[Block], crossing: Crossing) -> int:
-    """What the blocks behind the last that has weights save, and no other: no W needs it."""
+def _released(blocks: Sequence[Block], coming: Set[str]) -> int:
+    """What the blocks behind the last that has weights save, and no other: no W needs it.
+
+    The memories of what is `coming` into the stage are there to its backward's end.
+    """
     with_weights = [
         k for k, block in enumerate(blocks) if block.weight_gradient_ms or block.arriving_bytes
     ]
     end = max(with_weights, default=-1) + 1
     kept = {name for block in blocks[:end] for name, _ in block.saved}
-    kept |= {*crossing.given, *crossing.received}
+    kept |= coming
     return sum({n: size for b in blocks[end:] for n, size in b.saved if n not in kept}.values())
 
 

@@ -9,7 +9,7 @@ milliseconds are those of one micro-batch unless a name says otherwise.
 from fxpipe.ir.capture import Capture, Input, Op, SourceLine, own_storage
 from fxpipe.ir.chain import Block, Chain, Value
 from fxpipe.ir.costs import Launch, Link, LossCost, Network, OpCost, Profile
-from fxpipe.ir.plan import GIVEN, CheckpointMode, Estimate, Plan, StageEstimate
+from fxpipe.ir.plan import GIVEN, CheckpointMode, Estimate, Plan, StageEstimate, Wait
 from fxpipe.ir.wiring import PackageFiles, Port, StageWiring, Wiring
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "StageEstimate",
     "StageWiring",
     "Value",
+    "Wait",
     "Wiring",
     "own_storage",
 ]

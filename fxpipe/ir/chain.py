@@ -5,13 +5,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that one block computes and later blocks read. `gradient`: one flows back."""
+    """A tensor that one block computes and later blocks read. `gradient`: one flows back.
+
+    It may be a view of another, whose memory it is within a stage; what is sent on is its own.
+    """
 
     name: str
     bytes: int
     producer: int
     consumers: tuple[int, ...]
     gradient: bool
+    view_of: str | None = None
+
+    @property
+    def memory(self) -> str:
+        """The name of its memory, as blocks name what they save."""
+        return self.view_of or self.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,14 @@ class StageEstimate:
 
 
 @dataclass(frozen=True, slots=True)
+class Wait:
+    """What action `sent` sends to the device of action `ended` waits until that has ended."""
+
+    sent: Action
+    ended: Action
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
     """What the simulator predicts of one training step.
 
@@ -34,7 +42,8 @@ class Estimate:
     the actions that the step's length hangs on, in order of time. Of `peak_bytes`, `ahead_bytes`
     are set aside for messages that a process asks for ahead. Where GPUs wait for what a host
     launches, `captured_ms` is the step without that, as of one captured as a CUDA graph, and
-    `together_bytes` is what devices that share a memory, all of them, hold of it at most.
+    `together_bytes` is what devices that share a memory, all of them, hold of it at most. No device
+    holds more than its peak while `waits` are kept.
     """
 
     step_ms: float
@@ -47,6 +56,7 @@ class Estimate:
     ahead_bytes: tuple[int, ...] = ()
     captured_ms: float | None = None
     together_bytes: int | None = None
+    waits: tuple[Wait, ...] = ()
 
 
 # The schedule's name where the table is the user's own.

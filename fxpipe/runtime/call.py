@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fxpipe.runtime import stream
 from fxpipe.runtime.copy import Links, compact
+from fxpipe.runtime.gate import Gate
 from fxpipe.runtime.mailbox import Mailbox, Mirror, Outbox
 from fxpipe.runtime.memory import Memory
 from fxpipe.runtime.portal import CALLER, Wire, Wires, add_gradients, source_of
@@ -45,6 +46,7 @@ class Call:
         self.m = m
         self._links = links
         self._recorder: Recorder | None = None
+        self._gate: Gate | None = None
         self._lanes: list[Mailbox[Key]] = [Mailbox() for _ in range(n_lanes)]
         ends: list[Mailbox[Key]] = [Mailbox(), Mailbox()]
         # By stage: the pipeline's end has index n, the caller -1, which is the list's last.
@@ -95,6 +97,15 @@ class Call:
         """Let `memory` have what the lanes send each other."""
         self._links.memory = memory
 
+    def hold_back(self, gate: Gate) -> None:
+        """Let what the lanes send each other wait at the `gate`."""
+        self._gate = gate
+
+    def ended(self, lane: int) -> None:
+        """The lane has ended an action of its row."""
+        if self._gate is not None:
+            self._gate.passed(lane)
+
     def span(self, j: int, name: str | Action, kind: str) -> AbstractContextManager[None]:
         """The block is what stage j's lane does as `name`."""
         if self._recorder is None:
@@ -125,6 +136,8 @@ class Call:
         """Make every lane end at its next wait or action."""
         for mailbox in {*self._lanes, *self._mailboxes}:
             mailbox.stop()
+        if self._gate is not None:
+            self._gate.stop()
 
     def deliver(self, key: Key, item: object) -> None:
         """Put in what came from another process."""
@@ -136,6 +149,8 @@ class Call:
         """Send micro-batch i's value to each stage that reads it, saying if it has a gradient."""
         for j in self.wires.readers[wire]:
             source, target = self.lane(wire.source), self.lane(j)
+            if self._gate is not None:
+                self._gate.wait(wire.source, True, i, target)
             sent = self._links.send(tensor, source, target, i)
             self._mailboxes[j].put(("value", wire, j, i), (sent, gradient))
 
@@ -157,7 +172,10 @@ class Call:
         elif gradient is not None:
             if self.device(j) == self.device(wire.source):
                 gradient = compact(gradient)  # it may wait there for long
-            gradient = self._links.send(gradient, self.lane(j), self.lane(wire.source), i)
+            target = self.lane(wire.source)
+            if self._gate is not None:
+                self._gate.wait(j, False, i, target)
+            gradient = self._links.send(gradient, self.lane(j), target, i)
         self._mailboxes[wire.source].put(("gradient", wire, j, i), gradient)
 
     def gradient(self, wire: Wire, i: int) -> Tensor | None:

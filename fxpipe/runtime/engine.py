@@ -16,6 +16,7 @@ from fxpipe.runtime.call import Call
 from fxpipe.runtime.components import ALL, Components
 from fxpipe.runtime.copy import Links, new_copy_streams
 from fxpipe.runtime.end import End, LossFn, Objective
+from fxpipe.runtime.gate import Gate, Needs, needs
 from fxpipe.runtime.graph import Graphs
 from fxpipe.runtime.lanes import Lanes
 from fxpipe.runtime.leaves import in_mode
@@ -77,6 +78,7 @@ class Engine(Original):
         self._manifest = manifest
         self._schedule = schedule
         self._estimate = manifest.estimate
+        self._needs: dict[int, Needs] = {}  # by number of micro-batches
         self._wires = {training: Wires.of(manifest, training) for training in (True, False)}
         self._outputs = [Wire(source_of(o.stage), o.value) for o in manifest.outputs]
         self._workers: Workers | None = None
@@ -213,7 +215,11 @@ class Engine(Original):
         return Links(self._devices, copies)
 
     def _run_table(self, step: Step, call: Call) -> None:
-        self._run_rows(step, call, self._schedule.first(call.m).rows)
+        table = self._schedule.first(call.m)
+        if call.m not in self._needs:
+            self._needs[call.m] = needs(self._estimate, self._schedule, call.m)
+        call.hold_back(Gate(self._needs[call.m], len(table.rows)))
+        self._run_rows(step, call, table.rows)
 
     def _run_in_order(self, step: Step, call: Call) -> None:
         """Run the table on this thread alone, as a CUDA graph is captured."""

@@ -15,7 +15,7 @@ from fxpipe.runtime.read_json import read
 from fxpipe.runtime.sizes import size
 from fxpipe.runtime.structure import Structure
 
-FORMAT = 8
+FORMAT = 9
 UNKNOWN = "unknown"  # a size that depends on what the tensors hold
 
 # The modes in which a value is there.
@@ -155,7 +155,9 @@ class EstimateSpec:
     has room for. The loss, `loss_ms`, is planned as part of the last stage's backwards. Of
     `peak_bytes`, `ahead_bytes` are set aside for messages that a process asks for ahead. Where
     GPUs wait for what the host launches, `captured_ms` is the step as one CUDA graph, and
-    `together_bytes` is what all devices hold together at their fullest, if they share a memory.
+    `together_bytes` is what all devices hold together at their fullest, if they share a memory. Of
+    `waits` each has two actions, `0F3 1F1`: what the first sends to the device of the second waits
+    until that has ended, for no device is to hold more than its peak.
     """
 
     step_ms: float
@@ -169,6 +171,7 @@ class EstimateSpec:
     ahead_bytes: tuple[int, ...] = ()
     captured_ms: float | None = None
     together_bytes: int | None = None
+    waits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ class Step:
             self._call.check(lane)
             with self._call.span(action.stage, action, action.kind):
                 self._call.stages[action.stage].at(action, partial(self._run, action))
+            self._call.ended(lane)
 
     def input_gradient(self, spec: InputSpec, tensor: Tensor, rows: Sequence[int]) -> Tensor | None:
         """The gradient of a caller's input, after all lanes; None if there is none."""

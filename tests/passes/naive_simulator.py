@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from fxpipe.ir import Network
+from fxpipe.ir import Network, Wait
 from fxpipe.passes.simulate_costs import Message, StageCost
 from fxpipe.schedule import Action, Kind, Schedule
 
@@ -32,7 +32,11 @@ def naive(
     messages: Sequence[Message],
     network: Network,
     recompute: Sequence[Sequence[bool]],
+    waits: Sequence[Wait] | None = None,
 ) -> Naive:
+    """With `waits`, what is sent waits for them, and is there from when on it is on its way."""
+    until = {(w.sent, device): w.ended for w in waits or () for device in [_place(schedule, w)]}
+
     def backward(stage: int, microbatch: int) -> Action:
         return Action(stage, HALF if (stage, microbatch) in schedule.split else B, microbatch)
 
@@ -84,6 +88,7 @@ def naive(
     def start(action: Action) -> float:
         row = schedule.rows[device_of[action.stage]]
         before = row[: row.index(action)][-1:]
+        sending = [sent for other in before for sent in outbox(other) if waits is not None]
         i = action.microbatch
         senders = {
             s for s, t, kind in size if t == action.stage and (kind is F) == (action.kind is F)
@@ -96,6 +101,7 @@ def naive(
             0.0,
             *(end(other) for other in (*before, *schedule.needs(action))),
             *(arrival(sent) for sent in inbox),
+            *(departure(sent) for sent in sending),
             0.0,
         )
 
@@ -115,7 +121,13 @@ def naive(
     def departure(sent: Sent) -> float:
         queue = on_link[pair(sent)]
         before = queue[: queue.index(sent)][-1:]
-        return max(end(sent[0]), *(arrival(other) for other in before), 0.0)
+        awaited = until.get((sent[0], pair(sent)[1]))
+        return max(
+            end(sent[0]),
+            *(arrival(other) for other in before),
+            end(awaited) if awaited else 0.0,
+            0.0,
+        )
 
     @cache
     def arrival(sent: Sent) -> float:
@@ -163,7 +175,7 @@ def naive(
             for sent in queue:
                 if device_of[sent[1]] == device:
                     freed = end(last(sent[1], sent[0].microbatch))
-                    ready = stages[sent[1]].backward_workspace_bytes > 0
+                    ready = stages[sent[1]].backward_workspace_bytes > 0 and waits is None
                     since = start(sent[0]) if ready else departure(sent)
                     held.append((since, freed, n_bytes(sent)))
         return held
@@ -183,3 +195,8 @@ def naive(
         peak_bytes=tuple(peak(d) for d in range(len(spans))),
         spans=spans,
     )
+
+
+def _place(schedule: Schedule, wait: Wait) -> int:
+    """The device that is waited for."""
+    return next(d for d, row in enumerate(schedule.rows) if wait.ended in row)

@@ -246,6 +246,23 @@ def test_an_input_that_no_backward_keeps_is_gone_after_the_forward() -> None:
     assert (stage.input_bytes, stage.passing_bytes) == (24, 16)
 
 
+def test_two_views_of_one_memory_are_two_tensors_once_they_are_sent() -> None:
+    makes = Block(("x", "turned"), 1.0, 1.0, forward_workspace_bytes=1)
+    reads = Block(("product",), 1.0, 1.0, saved=(("x", 8),), forward_workspace_bytes=1)
+    values = (Value("x", 8, 0, (1,), True), Value("turned", 8, 0, (1,), True, view_of="x"))
+    stages, (message,) = stage_costs(Chain((makes, reads), values, (True,) * 2), (1,))
+    assert message.bytes == 16
+    assert (stages[1].saved_bytes, stages[1].passing_bytes) == (0, 0)
+
+
+def test_a_view_that_comes_in_is_saved_in_its_own_memory() -> None:
+    makes = Block(("x", "part"), 1.0, 1.0, forward_workspace_bytes=1)
+    reads = Block(("square",), 1.0, 1.0, saved=(("x", 80),), forward_workspace_bytes=1)
+    values = (Value("part", 8, 0, (1,), True, view_of="x"),)
+    stages, _ = stage_costs(Chain((makes, reads), values, (True,) * 2), (1,))
+    assert (stages[1].saved_bytes, stages[1].passing_bytes) == (0, 0)
+
+
 def test_a_loss_is_taken_as_the_last_forward_ends_but_not_as_it_is_computed_again() -> None:
     first, last = (
         Block((name,), 1.0, 2.0, forward_workspace_bytes=10, backward_workspace_bytes=10)
