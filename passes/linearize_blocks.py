@@ -63,7 +63,8 @@ def _touching(capture: Capture) -> dict[str, list[str]]:
     touching: dict[str, list[str]] = {storage: [] for storage in written}
     for node in _nodes(capture):
         op = capture.ops[node.name]
-        storages = {op.storage, *op.mutates, *(_storage(capture, n) for n in node.all_input_nodes)}
+        read = (name for used in node.all_input_nodes for name in _memories(capture, used))
+        storages = {*op.memories, *op.mutates, *read}
         if node.op == "call_module":
             storages.update(map(own_storage, state_of_call(capture, node)))
         for storage in storages & written:
@@ -71,10 +72,10 @@ def _touching(capture: Capture) -> dict[str, list[str]]:
     return touching
 
 
-def _storage(capture: Capture, node: fx.Node) -> str:
+def _memories(capture: Capture, node: fx.Node) -> tuple[str, ...]:
     if node.op == "get_attr":
-        return own_storage(capture.first_name(str(node.target)))
-    return capture.ops[node.name].storage if node.name in capture.ops else node.name
+        return (own_storage(capture.first_name(str(node.target))),)
+    return capture.ops[node.name].memories if node.name in capture.ops else (node.name,)
 
 
 def _inseparable(capture: Capture) -> "nx.utils.UnionFind[str]":

@@ -50,7 +50,16 @@ def compile_flat(model, args=(), kwargs=None, *, devices, microbatches, captured
 
 def recomputing(package, segments):
     """The package anew, with these segments of each stage: runs of the chain's blocks."""
-    plan = with_segments(package.plan, package.chain, segments)
+    return _anew(package, with_segments(package.plan, package.chain, segments))
+
+
+def cut_everywhere(package):
+    """A package of two stages anew, cut at each place where it may be."""
+    for cut in range(1, len(package.chain.blocks)):
+        yield _anew(package, replace(package.plan, cuts=(cut,)))
+
+
+def _anew(package, plan):
     wiring = wire(package.capture, package.chain, plan)
     manifest, files = emit(
         package.capture,

@@ -155,20 +155,20 @@ def move_writes(graph: fx.Graph, ops: Mapping[str, Op], aliases: Mapping[str, st
     `ops` say what was seen to share memory and to be written.
     """
 
-    def storage(node: fx.Node) -> str:
+    def memories(node: fx.Node) -> tuple[str, ...]:
         if node.op == "get_attr":
-            return own_storage(aliases.get(str(node.target), str(node.target)))
-        return ops[node.name].storage if node.name in ops else node.name
+            return (own_storage(aliases.get(str(node.target), str(node.target))),)
+        return ops[node.name].memories if node.name in ops else (node.name,)
 
     for write in [node for node in graph.nodes if _ASSIGNS in node.meta]:
         buffer, value = write.all_input_nodes
-        old, new = storage(buffer), storage(value)
+        (old,), new = memories(buffer), memories(value)
         if value.target is by_mode:
             max(value.all_input_nodes).append(value)
         last = max(buffer, value)
         for node in graph.nodes:
             if node.name in ops and last < node < write:
-                used = {storage(node), *map(storage, node.all_input_nodes)}
-                if old in used or {old, new} & {*ops[node.name].mutates}:
+                used = {name for one in (node, *node.all_input_nodes) for name in memories(one)}
+                if old in used or {old, *new} & {*ops[node.name].mutates}:
                     last = node
         last.append(write)

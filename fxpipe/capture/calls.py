@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from fxpipe.capture.check import Checked
 from fxpipe.capture.dynamo import FlatModel
-from fxpipe.capture.observe import Observer, merge_ops
+from fxpipe.capture.observe import Observer
 from fxpipe.capture.refuse import refuse_writes
+from fxpipe.capture.shared import merge_ops
 from fxpipe.errors import InputError
 from fxpipe.memory import Faked, faked, storage_of
 from fxpipe.ops.interpret import DTYPE, TRAINING, model_dtype, run_graph
@@ -56,7 +57,8 @@ class CallCheck:
         finally:
             for module, mode in modes:
                 module.training = mode
-        return Checked(merge_ops(self.graph, ops.ops, others.ops), trains, evaluates, evaluates)
+        merged = merge_ops(self.graph, self.modules, self.state, ops.ops, others.ops)
+        return Checked(merged, trains, evaluates, evaluates)
 
     def _compare(self, fake: Faked, training: bool) -> tuple[Observer, bool]:
         """What the graph's ops do, and whether graph and model make the same calls."""

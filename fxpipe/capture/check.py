@@ -15,8 +15,9 @@ from torch import Tensor, fx, nn
 from fxpipe.capture.dynamo import FlatModel
 from fxpipe.capture.inputs import copies
 from fxpipe.capture.names import all_tensors, derived
-from fxpipe.capture.observe import Observer, merge_ops
+from fxpipe.capture.observe import Observer
 from fxpipe.capture.refuse import refuse_writes
+from fxpipe.capture.shared import merge_ops
 from fxpipe.difference import distance, largest
 from fxpipe.errors import CaptureError, FxpipeError, InputError
 from fxpipe.ir import Op
@@ -104,7 +105,7 @@ class Check:
                 torch.equal(tensor, found.outputs[name])
                 for name, tensor in expected.outputs.items()
             )
-        ops = merge_ops(self.graph, training.ops, evaluation.ops)
+        ops = merge_ops(self.graph, self.modules, self.state, training.ops, evaluation.ops)
         return Checked(ops, True, agrees, identical)
 
     def _differentiates_in_eval(self) -> bool:

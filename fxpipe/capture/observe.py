@@ -3,7 +3,6 @@
 Seen as it runs, so that no list of op names has to be complete.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,9 +11,10 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fxpipe.ir import Op, own_storage
+from fxpipe.capture.shared import owners
+from fxpipe.ir import Op
 from fxpipe.memory import is_fake, storage_of
-from fxpipe.ops.interpret import MODE, Compute, by_mode
+from fxpipe.ops.interpret import MODE, Compute
 from fxpipe.runtime.manifest import Mode
 
 _MODES: Mapping[bool | None, Mode] = {None: "both", True: "train", False: "eval"}
@@ -26,9 +26,7 @@ class Observer:
     def __init__(self, modules: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> None:
         self.ops: dict[str, Op] = {}
         self._modules = modules
-        self._owner = {
-            storage_of(tensor): own_storage(name) for name, tensor in reversed(list(state.items()))
-        }
+        self._owner = owners(state)
         self._buffers = {
             storage_of(tensor): tensor
             for tensor in state.values()
@@ -87,26 +85,6 @@ class Observer:
         for tensor in [*buffers, *given]:
             if not tensor.is_inference():
                 yield self._owner[storage_of(tensor)], _version_changed(tensor)
-
-
-def merge_ops(
-    graph: fx.Graph, training: Mapping[str, Op], evaluation: Mapping[str, Op]
-) -> dict[str, Op]:
-    """What is known from both modes, in the order of the graph."""
-    merged: dict[str, Op] = {}
-    for node in graph.nodes:
-        if node.target is by_mode:
-            first = merged.get(node.all_input_nodes[0].name)
-            storage = first.storage if first else node.all_input_nodes[0].name
-            merged[node.name] = Op(
-                node.name, node.meta.get("module", ""), node.meta.get("source"), storage
-            )
-        op = training.get(node.name) or evaluation.get(node.name)
-        other = evaluation.get(node.name)
-        if op is not None:
-            mutates = tuple(sorted({*op.mutates, *(other.mutates if other else ())}))
-            merged[node.name] = dataclasses.replace(op, mutates=mutates)
-    return merged
 
 
 def _content_changed(tensor: Tensor) -> Callable[[], bool]:

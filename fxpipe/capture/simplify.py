@@ -79,7 +79,8 @@ class _Pure:
         self._written = {storage for op in ops.values() for storage in op.mutates}
         for node in graph.nodes:  # what eval mode alone does was not seen
             if node.meta.get(MODE) is False or node.target is by_mode:
-                self._written.update(map(self._storage, node.all_input_nodes))
+                for used in node.all_input_nodes:
+                    self._written.update(self._memories(used))
 
     def __call__(self, node: fx.Node) -> bool:
         op = self._ops.get(node.name)
@@ -92,11 +93,11 @@ class _Pure:
     def _kept(self, node: fx.Node) -> bool:
         if node.op == "get_attr":
             return "text" in node.meta or isinstance(node.meta.get("val"), nn.Parameter)
-        return self._storage(node) not in self._written
+        return self._written.isdisjoint(self._memories(node))
 
-    def _storage(self, node: fx.Node) -> str:
+    def _memories(self, node: fx.Node) -> tuple[str, ...]:
         op = self._ops.get(node.name)
-        return node.name if op is None else op.storage
+        return (node.name,) if op is None else op.memories
 
 
 def _takes_name(node: fx.Node) -> bool:

@@ -74,6 +74,7 @@ def name_values(
             name=renamed.get(name, name),
             storage=renamed.get(op.storage, op.storage),
             mutates=tuple(renamed.get(storage, storage) for storage in op.mutates),
+            may_share=tuple(renamed.get(storage, storage) for storage in op.may_share),
         )
         for name, op in ops.items()
         if name in renamed  # the others were dropped, and their names are free

@@ -31,7 +31,8 @@ class Op:
     `module` is the path of the module whose forward called it, `storage` the value whose memory
     its result is (itself if new), `mutates` the values, parameters and buffers it writes in place
     (the latter two by `own_storage`), and `random` says that it draws from torch's random
-    generator. `mode` is the one that runs it.
+    generator. `mode` is the one that runs it. In the other mode, or with other sizes or dtypes, the
+    result's memory may be one of `may_share` instead.
     """
 
     name: str
@@ -41,6 +42,12 @@ class Op:
     mutates: tuple[str, ...] = ()
     random: bool = False
     mode: Mode = "both"
+    may_share: tuple[str, ...] = ()
+
+    @property
+    def memories(self) -> tuple[str, ...]:
+        """All that its result's memory may be."""
+        return (self.storage, *self.may_share)
 
 
 @dataclass(frozen=True, slots=True)
