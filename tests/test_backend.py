@@ -362,3 +362,24 @@ def test_torch_finds_the_backend_by_name_as_the_example_has_it(tmp_path):
     assert last, done.stderr
     assert float(last[0].rpartition(" ")[2]) < 1e-12, done.stdout
     assert (tmp_path / "build/body/stage_1.py").exists()
+
+
+def test_a_module_that_draws_may_be_called_first_in_a_runners_closure():
+    layers = [nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)]
+    plain, x = nn.Sequential(*layers).double(), batch(4)
+    model = compiled(copy.deepcopy(plain))
+
+    def closure(x):
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return loss.detach()
+
+    torch.manual_seed(5)
+    found = fxpipe.Runner(2).step(closure, x)
+    torch.manual_seed(5)
+    for seed, piece, loss in zip(microbatch_seeds(2), x.chunk(2), found, strict=True):
+        torch.manual_seed(seed)
+        expected = plain(piece).pow(2).mean()
+        expected.backward()
+        close(loss, expected.detach())
+    close_gradients(model, plain)

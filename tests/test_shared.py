@@ -1,4 +1,4 @@
-"""Whose memory a result is may hang on the mode and on the rows: what is written waits for readers."""
+"""Whose memory a result is may hang on the mode and the rows: what is written waits for readers."""
 
 import pytest
 import torch

@@ -17,9 +17,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.runtime import stream
 from fxpipe.runtime.drawing_layers import Entered, layers_draw
-from fxpipe.runtime.random import LOCK, RandomStream
+from fxpipe.runtime.random import Numbers, RandomStream
 
 
 def _always(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -98,13 +97,17 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, start: RandomStream, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.end = start
         self.count = 0
+        self._numbers = Numbers(start)
         self._own = [device]
         # An op of a CUDA stage may draw on the CPU too, as `torch.randn(...).to(device)` does.
         cpu = torch.device("cpu")
         self._all = [cpu] if device == cpu else [cpu, device]
-        self._before: list[tuple[torch.device, torch.Generator, Tensor]] = []
+
+    @property
+    def end(self) -> RandomStream:
+        """Where the block's numbers came to."""
+        return self._numbers.end
 
     def __torch_dispatch__(
         self,
@@ -121,7 +124,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def run(self, op: Callable[[], Any]) -> Any:
         """Let `op` draw from the stream."""
-        self._begin(self._all)
+        self._numbers.take(self._all)
         try:
             return op()
         finally:
@@ -129,35 +132,16 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Let what follows draw from the stream, on the stage's own device, until `finish`."""
-        self._begin(self._own)
+        self._numbers.take(self._own)
 
     @property
     def begun(self) -> bool:
         """Whether something draws from the stream now."""
-        return bool(self._before)
+        return self._numbers.taken
 
     def finish(self) -> None:
         """Let torch's own generators go on where they stood."""
-        try:
-            states = dict(self.end.states)
-            states |= {device.type: g.get_state() for device, g, _ in self._before}
-            self.end = RandomStream(self.end.seed, states)
-            while self._before:
-                _, generator, before = self._before.pop()
-                generator.set_state(before)
-        finally:
-            LOCK.release()
-
-    def _begin(self, devices: Sequence[torch.device]) -> None:
-        LOCK.acquire()
-        try:
-            for device in devices:
-                generator = stream.generator(device)
-                self._before.append((device, generator, generator.get_state()))
-                generator.set_state(self.end.state(device))
-        except BaseException:
-            self.finish()
-            raise
+        self._numbers.give_back()
 
 
 class _Functions(TorchFunctionMode):

@@ -9,16 +9,17 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from queue import SimpleQueue
 
 import torch
 
 from fxpipe.errors import InputError
-from fxpipe.runtime import stream
+from fxpipe.runtime import closure, stream
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.mailbox import StoppedError
 from fxpipe.runtime.malloc import keep_freed_memory
+from fxpipe.runtime.random import lent
 from fxpipe.runtime.stream import Device, Stream
 from fxpipe.runtime.turn import undisturbed
 
@@ -90,7 +91,8 @@ class Lanes:
         ]
         begun: list[_Assignment] = []
         try:
-            with undisturbed():
+            # A closure has the random numbers while it runs; what it runs here draws some as well.
+            with lent() if closure.running() else nullcontext(), undisturbed():
                 here = meanwhile or assignments[0]
                 try:
                     for queue, assignment in zip(self._queues, assignments, strict=True):

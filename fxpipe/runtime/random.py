@@ -5,9 +5,9 @@ random numbers goes with it from stage to stage.
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -37,35 +37,75 @@ class RandomStream:
         return torch.Generator(device).manual_seed(self.seed).get_state()
 
 
-@contextmanager
-def borrowed(start: RandomStream) -> Iterator["Borrowed"]:
-    """Let torch's own generators stand at `start` while the block runs and no stage draws.
+class Numbers:
+    """A stream's numbers, which torch's own generators give while they stand in it.
 
-    Afterwards they stand where they stood, and the yielded object's `end` is where they came to.
+    `end` is where they came to.
     """
-    devices = [torch.device("cpu")]
-    if stream.cuda_in_use():
-        devices.append(torch.device("cuda", torch.cuda.current_device()))
-    generators = [stream.generator(device) for device in devices]
-    borrowed = Borrowed(start)
-    with LOCK:
-        before = [generator.get_state() for generator in generators]
-        for generator, device in zip(generators, devices, strict=True):
-            generator.set_state(start.state(device))
-        try:
-            yield borrowed
-        finally:
-            states = {
-                device.type: generator.get_state()
-                for generator, device in zip(generators, devices, strict=True)
-            }
-            borrowed.end = replace(start, states=states)
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
-
-
-class Borrowed:
-    """Where the generators came to, once given back."""
 
     def __init__(self, start: RandomStream) -> None:
         self.end = start
+        self._before: list[tuple[torch.device, torch.Generator, Tensor]] = []
+
+    @property
+    def taken(self) -> bool:
+        """Whether the generators stand in the stream now."""
+        return bool(self._before)
+
+    def take(self, devices: Sequence[torch.device]) -> None:
+        """Let the generators of `devices` go on from `end`; nobody else draws until `give_back`."""
+        LOCK.acquire()
+        try:
+            for device in devices:
+                generator = stream.generator(device)
+                self._before.append((device, generator, generator.get_state()))
+                generator.set_state(self.end.state(device))
+        except BaseException:
+            self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """Let the generators go on where they stood."""
+        try:
+            states = dict(self.end.states)
+            states |= {device.type: g.get_state() for device, g, _ in self._before}
+            self.end = RandomStream(self.end.seed, states)
+            while self._before:
+                _, generator, before = self._before.pop()
+                generator.set_state(before)
+        finally:
+            LOCK.release()
+
+
+_BORROWED: list[tuple[Numbers, Sequence[torch.device]]] = []  # at most one
+
+
+@contextmanager
+def borrowed(start: RandomStream) -> Iterator[Numbers]:
+    """Let torch's own generators stand at `start` while the block runs and no stage draws."""
+    devices = [torch.device("cpu")]
+    if stream.cuda_in_use():
+        devices.append(torch.device("cuda", torch.cuda.current_device()))
+    numbers = Numbers(start)
+    numbers.take(devices)
+    _BORROWED.append((numbers, devices))
+    try:
+        yield numbers
+    finally:
+        _BORROWED.clear()
+        numbers.give_back()
+
+
+@contextmanager
+def lent() -> Iterator[None]:
+    """Within such a block, or another of these: let stages draw while this one waits for them."""
+    held = [*_BORROWED]
+    _BORROWED.clear()
+    for numbers, _ in held:
+        numbers.give_back()
+    try:
+        yield
+    finally:
+        for numbers, devices in held:
+            numbers.take(devices)
+        _BORROWED.extend(held)

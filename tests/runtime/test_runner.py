@@ -6,7 +6,7 @@ import pytest
 import torch
 from programs import Program, plain
 from torch import nn
-from toys import CHAIN, NOISY, TIED, TOYS, assert_same_state, both, rows, same
+from toys import CHAIN, NOISY, TIED, TOYS, assert_same_state, both, mean_loss, rows, same
 
 from fxpipe.errors import InputError, StageError
 from fxpipe.runtime import Runner
@@ -65,6 +65,27 @@ def test_side_effects_happen_once_per_microbatch_in_the_schedules_order(tmp_path
         assert [s for s in seen if s.startswith(part)] == [f"{part} {i}" for i in range(6)]
     # Several micro-batches are in the pipeline at a time, no more than the schedule asks for.
     assert seen.index("before 1") < seen.index("after 0") < seen.index("before 5")
+
+
+def test_a_closure_may_train_another_pipeline_which_draws(tmp_path):
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+    (_, pipe), (_, other) = (both(f, t, m=M) for f, t in zip(folders, (CHAIN, NOISY), strict=True))
+    given, drawn = NOISY.inputs(), []
+
+    def closure(x):
+        other.step(*given, loss_fn=mean_loss)
+        drawn.append(torch.rand(()))
+        pipe(x).mean().backward()
+
+    torch.manual_seed(5)
+    Runner(M).step(closure, *CHAIN.inputs())
+    torch.manual_seed(5)
+    for seed, found in zip(microbatch_seeds(M), drawn, strict=True):
+        torch.manual_seed(seed)
+        microbatch_seeds(M)  # the other's, for its own step
+        assert torch.equal(found, torch.rand(()))
 
 
 @pytest.mark.parametrize("where", ["before", "after", "stage"])
