@@ -16,6 +16,7 @@ from fxpipe.ir import Op
 from fxpipe.memory import is_fake, storage_of
 from fxpipe.ops.interpret import MODE, Compute
 from fxpipe.runtime.manifest import Mode
+from fxpipe.runtime.promises import draws
 
 _MODES: Mapping[bool | None, Mode] = {None: "both", True: "train", False: "eval"}
 
@@ -98,7 +99,7 @@ def _version_changed(tensor: Tensor) -> Callable[[], bool]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees ops that draw from torch's random generators, which torch tags as seeded.
+    """Sees ops that draw from torch's random generators.
 
     And, of fake tensors, the running statistics that are written: no kernel runs that would.
     """
@@ -113,9 +114,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         names = [argument.name for argument in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-        # Attention draws for its dropout alone.
-        draws = "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
-        self.random |= draws and torch.Tag.nondeterministic_seeded in func.tags
+        self.random |= draws(func, args, kwargs)
         if "running_mean" in names and given.get("training", True):
             held = (given["running_mean"], given["running_var"])
             self.statistics += [storage_of(t) for t in held if t is not None and is_fake(t)]

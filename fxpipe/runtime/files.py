@@ -219,6 +219,8 @@ def _state_rules(manifest: Manifest, spec: StageSpec, module: nn.Module) -> Iter
             if tuple(tensors[name].shape) != shape:
                 found = tuple(tensors[name].shape)
                 yield f"{spec.file}: {kind} {name!r} has shape {found}, plan.json says {shape}"
+            if known[name].spec.requires_grad > tensors[name].requires_grad:
+                yield f"{spec.file}: {kind} {name!r} is not trained, plan.json says it is"
     for name in sorted(set(spec.mutated_buffers) - set(spec.buffers)):
         yield f"plan.json: {spec.file} writes buffer {name!r}, which it does not hold"
 

@@ -16,6 +16,7 @@ from fxpipe.runtime.batchnorm import defer
 from fxpipe.runtime.drawing import drawing
 from fxpipe.runtime.mailbox import StoppedError
 from fxpipe.runtime.manifest import OutputSpec, PortSpec, StageSpec, there
+from fxpipe.runtime.promises import keeping, kept
 from fxpipe.runtime.random import RandomStream
 from fxpipe.runtime.recomputing import is_recomputing
 from fxpipe.runtime.segment import Forward
@@ -88,7 +89,8 @@ class Stage:
         given = iter(inputs)
         arguments = [next(given) if self._there(port) else None for port in self.spec.inputs]
         written = self.spec.mutated_buffers
-        with drawn as mode:
+        known = self.is_compiled or kept(self.module)
+        with _UNDRAWN if known else keeping(self.module, self.spec), drawn as mode:
             forward = Forward(self.module, self.device, written, mode, again)
             with forward.running(self.recomputes and not is_recomputing()):
                 returned = (self.relay or self.module)(*arguments)

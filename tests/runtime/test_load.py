@@ -56,6 +56,10 @@ BROKEN = {
         lambda d: _edit(d, "stage_0.py", "Linear(6, 7)", "Linear(6, 8)"),
         "parameter 'first.weight' has shape (8, 6), plan.json says (7, 6)",
     ),
+    "a layer that is not trained": (
+        lambda d: _edit(d, "stage_0.py", "Linear(6, 7)", "Linear(6, 7).requires_grad_(False)"),
+        "stage_0.py: parameter 'first.bias' is not trained, plan.json says it is",
+    ),
     "an unknown value": (
         lambda d: _plan(d, lambda p: p["stages"][1]["inputs"][0].update(value="z")),
         "stage 1 takes 'z' from stage 0, which makes no such value",

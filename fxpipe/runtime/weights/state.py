@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fxpipe.errors import InputError
 from fxpipe.runtime.batchnorm import deferred
 from fxpipe.runtime.manifest import StateSpec
+from fxpipe.runtime.promises import forget
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.ties import Tie
 from fxpipe.runtime.weights.bound import Bound, Place
@@ -56,6 +57,8 @@ class Shell(nn.Module):
                 "what a model's code reads besides weights is built in as it was compiled. Change "
                 "it in the model before, or in the stage's file"
             )
+        if name != "training":
+            forget()
         for twin in twins:
             setattr(twin, name, value)
 

@@ -1,0 +1,91 @@
+"""What plan.json says that a stage doesn't do, asked of its first forward in each mode.
+
+Who edits a stage, or turns on a dropout that was off as the model was compiled, may let it draw
+random numbers or write buffers of which the plan knows nothing: then lanes would draw from each
+other's numbers, and what is computed again would draw others and count twice.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.errors import StageError
+from fxpipe.runtime.manifest import StageSpec
+
+# By module: the modes, training or not, in which it was seen to keep them.
+_KEPT: WeakKeyDictionary[nn.Module, set[bool]] = WeakKeyDictionary()
+
+
+def kept(module: nn.Module) -> bool:
+    """Whether the stage was seen to keep them in the mode that it is in."""
+    return module.training in _KEPT.get(module, ())
+
+
+def forget() -> None:
+    """Ask all stages again, since a setting of one has changed."""
+    _KEPT.clear()
+
+
+@contextmanager
+def keeping(module: nn.Module, spec: StageSpec) -> Iterator[None]:
+    """The block is a forward of the stage. Raises StageError that says what plan.json lacks."""
+    before = _versions(module, spec)
+    with _Draws() as drawn:
+        yield
+    if drawn.by is not None and not spec.random:
+        raise StageError(
+            f"{spec.file} draws random numbers ({drawn.by}), and plan.json says that it doesn't: "
+            'let "random" of the stage be true there, or compile the model with what draws them, '
+            "such as a dropout above 0"
+        )
+    after = _versions(module, spec)
+    written = [name for name, version in before.items() if after[name] != version]
+    if written:
+        owner = written[0].rpartition(".")[0]
+        beside = [name for name in before if name.rpartition(".")[0] == owner]
+        raise StageError(
+            f"{spec.file} writes the buffer {written[0]!r}, and plan.json says that it doesn't: "
+            'name in "mutated_buffers" of the stage there which of these its forward writes: '
+            f"{', '.join(beside)}"
+        )
+    _KEPT.setdefault(module, set()).add(module.training)
+
+
+def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether an op draws from torch's random generators, which torch tags as seeded."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+    # Attention and recurrent layers draw for their dropout alone.
+    rates = [given.get(name, 0.0) for name in ("dropout_p", "dropout") if name in names]
+    return torch.Tag.nondeterministic_seeded in func.tags and (not rates or max(rates) > 0)
+
+
+def _versions(module: nn.Module, spec: StageSpec) -> dict[str, int]:
+    """How often each buffer was written, as torch counts it, of those that shall not be."""
+    buffers = dict(module.named_buffers())
+    return {
+        name: buffers[name]._version
+        for name in spec.buffers
+        if name not in spec.mutated_buffers and name in buffers and not buffers[name].is_inference()
+    }
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes an op that draws."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.by: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an op."""
+        if draws(func, args, kwargs):
+            self.by = str(func)
+        return func(*args, **(kwargs or {}))
