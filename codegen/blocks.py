@@ -109,10 +109,12 @@ class _Rolling:
     def _level(self, found: Sequence[tuple[Call, Call]]) -> None:
         """Make nodes, or ops of the call around them, of calls that have none within them."""
         groups: dict[tuple[Any, ...], list[_Member]] = {}
+        chains = self._chains([call for call, _ in found])
         for call, parent in sorted(found, key=lambda pair: self.order[pair[0]]):
-            chain = self._chain(call)
-            if chain is not None:
-                parent.replace(call, [chain])
+            if call in chains:
+                self.made[call.path] = made_of_chain(chains[call])
+                meta = call_meta(call, self.capture.tree)
+                parent.replace(call, [joined(call.path, call.nodes(), meta)])
                 continue
             call.items = [*fold_loops(grow_lists(call.nodes()), self.made, self.wanted)]
             part = self._part(call)
@@ -131,16 +133,20 @@ class _Rolling:
                 else:
                     self._use(members, made)
 
-    def _chain(self, call: Call) -> fx.Node | None:
-        """The call of an nn.Sequential as one node, if all its modules are called as it does it."""
-        module, nodes = self.capture.tree[call.path], call.nodes()
-        if call.path in self.unfit:
-            return None
-        chain = called_in_turn(call.path, module, nodes, self.made, self.wanted)
-        if chain is None:
-            return None
-        self.made[call.path] = made_of_chain(chain)
-        return joined(call.path, nodes, call_meta(call, self.capture.tree))
+    def _chains(self, calls: Sequence[Call]) -> dict[Call, tuple[tuple[str, Made], ...]]:
+        """The calls of an nn.Sequential, with its modules, each called as it does it.
+
+        All calls of one are so, or none is.
+        """
+        found = {}
+        for call in calls:
+            if call.path not in self.unfit:
+                module = self.capture.tree[call.path]
+                chain = called_in_turn(call.path, module, call.nodes(), self.made, self.wanted)
+                if chain is not None:
+                    found[call] = chain
+        times = Counter(call.path for call in found)
+        return {call: c for call, c in found.items() if times[call.path] == self.calls[call.path]}
 
     def _dissolved(self, call: Call) -> list[fx.Node]:
         """The ops of a call for the call around it: what is one expression is of the line there."""

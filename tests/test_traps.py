@@ -94,10 +94,20 @@ class StraightThrough(Base):
         return gate * y + (y.round() - y).detach()
 
 
+class Regards(Base):
+    """A view that is made where no gradients are, and says that it has one."""
+
+    def step(self, x):
+        with torch.no_grad():
+            target = x[:, :3]
+        y = self.extra(x).relu()
+        return torch.cat([y[:, 3:] - target, y[:, :3]], 1)
+
+
 # Of a reentrant checkpoint in eval mode.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-KINDS = [Reentrant, Nested, Counts, Averages, Sparse, Autocast, StraightThrough]
+KINDS = [Reentrant, Nested, Counts, Averages, Sparse, Autocast, StraightThrough, Regards]
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])

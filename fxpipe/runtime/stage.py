@@ -102,7 +102,7 @@ class Stage:
                 f"{self.spec.file} returned {_described(outputs)}, plan.json says {len(names)} "
                 f"tensors ({', '.join(names)}): return those, or compile again"
             )
-        made = tuple(output for output in outputs if output is not None)
+        made = tuple(_as_seen(output) for output in outputs if output is not None)
         return made, random if mode is None else mode.end
 
     @property
@@ -178,6 +178,12 @@ class Stage:
         linecache.checkcache(self.path)  # the file may have been edited since
         text = linecache.getline(self.path, lines[-1]).strip()
         return f", {self.spec.file}, line {lines[-1]}: `{text}`"
+
+
+def _as_seen(output: Tensor) -> Tensor:
+    """The output; a view made under no_grad says that it has a gradient, and ends all graphs."""
+    ends = output.requires_grad and output.grad_fn is None and output._is_view()
+    return output.detach() if ends else output
 
 
 def _described(outputs: Sequence[object]) -> str:

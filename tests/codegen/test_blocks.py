@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from flat import verified
+from flat import compile_flat, cut_everywhere, verified
 from torch import nn
 from torch.nn import functional as F
 
@@ -323,6 +323,26 @@ def test_a_module_that_is_called_twice_is_one_module(tmp_path):
     package = verified(Twice, rows, tmp_path, devices="cpu*1")
     assert code(package.files["stage_0.py"]).count("self.layers = nn.ModuleList([Layer()])") == 1
     assert package.files["stage_0.py"].count("Layer()") == 1
+
+
+def test_a_sequential_is_called_as_one_in_all_its_calls_or_in_none(tmp_path):
+    class InVain(nn.Module):
+        """Nobody reads the second result, but its dropout has drawn."""
+
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2))
+            self.last = nn.Linear(6, 6)
+
+        def forward(self, x):
+            x = self.head(x)
+            self.head(x)
+            return self.last(x)
+
+    made = compile_flat(InVain(), (torch.randn(8, 6),), devices="cpu*2", microbatches=2)
+    for package in cut_everywhere(made):
+        pipe = fxpipe.load(package.write(tmp_path / str(package.plan.cuts[0])))
+        assert pipe.state_dict().keys() == InVain().state_dict().keys()
 
 
 def test_a_loop_goes_over_a_list_in_its_order_whatever_is_called_before(tmp_path):
