@@ -10,6 +10,7 @@ from fxpipe.errors import InputError
 from fxpipe.runtime.manifest import PartSpec
 from fxpipe.runtime.pipeline import Pipeline
 from fxpipe.runtime.structure import rebuild
+from fxpipe.runtime.unchanged import code_of, first_change
 from fxpipe.runtime.weights.share import follow_modes, held_by, share
 
 
@@ -35,16 +36,16 @@ def splice(model: nn.Module, pipe: Pipeline) -> nn.Module:
         ) from error
     share(pipe, model)
     pipe._spliced()
-    code, shared = _code_of(part, modules), held_by(model, pipe)
+    code, shared = code_of(modules, part.modules), held_by(model, pipe)
 
     def call(**given: Any) -> Any:
         nonlocal shared
-        for name, now in _code_of(part, modules).items():
-            if now != code.get(name):
-                raise InputError(
-                    f"{name} is not what it was as the pipeline was spliced in, which has the "
-                    "code of before: change the model before you compile it, and splice that"
-                )
+        changed = first_change(code, code_of(modules, part.modules))
+        if changed is not None:
+            raise InputError(
+                f"{changed} is not what it was as the pipeline was spliced in, which has the code "
+                "of before: change the model before you compile it, and splice that"
+            )
         if any(a is not b for a, b in zip(held_by(model, pipe), shared, strict=True)):
             if pipe._elsewhere:
                 raise InputError(
@@ -58,20 +59,6 @@ def splice(model: nn.Module, pipe: Pipeline) -> nn.Module:
 
     stand_in(modules, part, call)
     return model
-
-
-def _code_of(part: PartSpec, modules: Sequence[nn.Module]) -> dict[str, object]:
-    """By name of each module: what it computes depends on, besides tensors and modes."""
-    found: dict[str, object] = {}
-    for above, top in zip(part.modules, modules, strict=True):
-        for path, module in top.named_modules(prefix=above):
-            held = vars(module)
-            settings = {k: v for k, v in held.items() if type(v) in (bool, int, float, str)}
-            settings.pop("training")
-            # The hooks of a module whose forward the pipeline stands for run around it.
-            hooks = [*held["_forward_hooks"], *held["_forward_pre_hooks"]] * (module is not top)
-            found[path] = module, type(module), [*module._modules], hooks, settings
-    return found
 
 
 def stand_in(modules: Sequence[nn.Module], part: PartSpec, call: Callable[..., Any]) -> None:
