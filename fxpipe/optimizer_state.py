@@ -22,8 +22,9 @@ _OF_THIS_PLAN = ("params", "param_names")
 def optimizer_state(pipe: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """By parameter and key, its state; by parameter, its group's settings.
 
-    Raises WeightsError if it trains what is no parameter of `pipe`.
+    Raises WeightsError if it trains what is no parameter of `pipe`, or wraps another.
     """
+    _refuse_wrapper(optimizer)
     names = _names(pipe, optimizer)
     found: dict[str, Any] = {}
     for group in optimizer.param_groups:
@@ -43,8 +44,9 @@ def state_to_load(
 ) -> dict[str, Any]:
     """What a checkpoint has of the optimizer's own parameters, to be loaded into.
 
-    Raises WeightsError if it lacks the state of any.
+    Raises WeightsError if it lacks the state of any, or if the optimizer wraps another.
     """
+    _refuse_wrapper(optimizer)
     names = _names(pipe, optimizer)
     parameters = {name: parameter for parameter, name in names.items()}
     found: dict[str, Any] = {}
@@ -147,6 +149,19 @@ def _put_together(key: str, loaded: Mapping[str, Any]) -> Any:
         return value
     numbers = count()
     return map_tensors(lambda _: loaded[f"{key}{_SLASH}{next(numbers)}"], value.value)
+
+
+def _refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
+    """Raise WeightsError if another optimizer in it has states of its own."""
+    kind = type(optimizer).__name__
+    for inner in vars(optimizer).values():
+        if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
+            own = type(inner).__name__
+            raise WeightsError(
+                f"{kind} keeps states in an optimizer within it, {own}, where a checkpoint does "
+                f"not find them: train by {own} itself. Its states are shared out over replicas "
+                "by fxpipe.load(..., distributed=True, dp=..., fully_shard=True)"
+            )
 
 
 def _names(pipe: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:

@@ -75,6 +75,25 @@ def test_tensors_in_lists_tuples_and_dicts(tmp_path):
     assert plain(before) == plain(after)
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Has a state of its own beside that of the optimizer that takes the steps."""
+
+    def __init__(self, parameters) -> None:
+        self.fast = torch.optim.AdamW(parameters)
+        super().__init__(self.fast.param_groups, {})
+
+
+def test_an_optimizer_with_another_in_it_is_refused(tmp_path):
+    _, pipe = toys.both(tmp_path, toys.CHAIN)
+    path, optimizer = tmp_path / "last", Lookahead(pipe.parameters())
+    with pytest.raises(WeightsError, match=r"written: Lookahead keeps .* train by AdamW itself"):
+        fxpipe.checkpoint.save(path, pipe, optimizer)
+    assert not path.exists()
+    fxpipe.checkpoint.save(path, pipe, optimizer.fast)
+    with pytest.raises(WeightsError, match=r"loaded: Lookahead keeps .* train by AdamW itself"):
+        fxpipe.checkpoint.load(path, pipe, optimizer)
+
+
 def test_another_kind_of_optimizer_loads_nothing(tmp_path):
     _, pipe = toys.both(tmp_path, toys.CHAIN)
     path = tmp_path / "last"

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import toys
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
@@ -725,6 +726,22 @@ def refused_checkpoints(folder: Path, path: Path) -> list[str]:
     (x,) = toys.CHAIN.inputs()
     expected = toys.plain_step(toys.CHAIN, model, (x,), 3)
     assert toys.same(pipe.step(x, loss_fn=toys.mean_loss), expected)
+    return found
+
+
+def refused_zero(folder: Path, path: Path) -> list[str]:
+    """The errors where replicas share out the states by an optimizer that wraps another."""
+    _, pipe = pair(folder, toys.CHAIN, dp=2)
+    group = pipe.mesh["dp"].get_group()
+    zero = ZeroRedundancyOptimizer(pipe.parameters(), torch.optim.AdamW, group, lr=0.05)
+    plain = path.with_name("plain")
+    checkpoint.save(plain, pipe, torch.optim.AdamW(pipe.parameters(), 0.05))
+    found = []
+    for call, place in ((checkpoint.save, path), (checkpoint.load, plain)):
+        try:
+            call(place, pipe, zero)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
     return found
 
 

@@ -51,6 +51,17 @@ def test_what_does_not_fit_one_rank_is_refused_by_all_and_training_goes_on(two, 
     assert "last can't be loaded: it is no whole checkpoint" in loading
 
 
+def test_an_optimizer_that_wraps_another_is_refused_by_all_and_writes_nothing(two, tmp_path):
+    toys.write(tmp_path, toys.CHAIN, 2, devices=(0, 0, 0))
+    found, others = two.run(jobs.refused_zero, tmp_path, tmp_path / "last")
+    assert found == others
+    saving, loading = found
+    says = "ZeroRedundancyOptimizer keeps states in an optimizer within it, AdamW"
+    assert f"last can't be written: {says}" in saving
+    assert f"plain can't be loaded: {says}" in loading
+    assert not (tmp_path / "last").exists()
+
+
 def test_one_process_saves_for_two(two, tmp_path):
     toys.write(tmp_path, toys.TIED, 3, devices=(0, 1, 1))
     _, pipe = toys.both(tmp_path, toys.TIED, m=3, devices=(0, 1, 1))
