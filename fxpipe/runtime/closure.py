@@ -77,9 +77,13 @@ class Closure:
         self._settings.enter_context(stream.use_streams([*stream.current_streams(), *streams]))
 
     def abandon(self) -> None:
-        """End it where it stands, if it has begun and not ended."""
-        if self._thread is not None and not self.done:
-            self._answers.put(AbandonedError())
+        """Have it end where it stands, or as it begins."""
+        self._answers.put(AbandonedError())
+
+    def join(self) -> None:
+        """Wait until it has ended, if it has begun."""
+        # One whose start was interrupted may begin yet: to its end then, since it was abandoned.
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join()
 
     def _work(self) -> None:
@@ -112,5 +116,8 @@ def abandoning(closures: Sequence[Closure]) -> Iterator[None]:
     try:
         yield
     finally:
+        # All, before a wait that a second Ctrl-C may end.
         for closure in closures:
             closure.abandon()
+        for closure in closures:
+            closure.join()

@@ -127,6 +127,59 @@ def test_a_failing_stage_ends_all_closures(tmp_path):
     assert len(ended) in (2, 3, 4)
 
 
+@pytest.mark.parametrize("begins", ["never", "before", "after"])
+def test_an_interrupt_as_a_closure_begins_is_one_and_ends_all(begins, tmp_path, monkeypatch):
+    _, pipe = both(tmp_path, CHAIN, m=M)
+    start, calls, interrupted = threading.Thread.start, [], []
+
+    def start_or_not(thread):
+        if thread.name != "fxpipe closure" or not calls:
+            return start(thread)
+        interrupted.append(thread)
+        if begins == "before":
+            start(thread)
+        # The thread may begin after the step has ended, as the system takes its time.
+        raise KeyboardInterrupt
+
+    def closure(x):
+        calls.append(None)
+        pipe(x).mean().backward()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_or_not)
+        with pytest.raises(KeyboardInterrupt):
+            Runner(M).step(closure, *CHAIN.inputs())
+    (thread,) = interrupted
+    if begins == "after":
+        start(thread)
+        thread.join(60)
+    assert not thread.is_alive()
+    assert len(calls) == 1
+    assert Runner(M).step(closure, *CHAIN.inputs()) == [None] * M
+
+
+def test_a_second_interrupt_leaves_no_closure_waiting(tmp_path, monkeypatch):
+    _, pipe = both(tmp_path, CHAIN, m=M)
+    left = []
+
+    def interrupt(_thread):
+        raise KeyboardInterrupt
+
+    def closure(x):
+        left[:] = [t for t in threading.enumerate() if t.name == "fxpipe closure"]
+        if len(left) == 3:
+            raise KeyboardInterrupt
+        pipe(x).mean().backward()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            Runner(M).step(closure, *CHAIN.inputs())
+    for thread in left:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in left)
+
+
 def test_without_gradients_it_only_goes_forward(tmp_path):
     model, pipe = both(tmp_path, NOISY, m=M)
     (x,) = NOISY.inputs()
