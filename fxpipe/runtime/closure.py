@@ -69,6 +69,7 @@ class Closure:
         self._turn.put(None)
         answer = self._answers.get()
         if isinstance(answer, AbandonedError):
+            self.abandon()  # again, should it call again as it ends
             raise answer
         return answer
 

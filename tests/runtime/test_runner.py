@@ -127,6 +127,30 @@ def test_a_failing_stage_ends_all_closures(tmp_path):
     assert len(ended) in (2, 3, 4)
 
 
+def test_a_closure_that_calls_again_as_it_ends_ends_too(tmp_path):
+    _, pipe = both(tmp_path, CHAIN, m=M)
+    calls, raised = [], []
+
+    def closure(x):
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyError("mine")
+        try:
+            pipe(x).mean().backward()
+        finally:
+            pipe(x)
+
+    def step():
+        with pytest.raises(KeyError, match="mine") as error:
+            Runner(M).step(closure, *CHAIN.inputs())
+        raised.append(error.value)
+
+    thread = threading.Thread(target=step, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert raised
+
+
 @pytest.mark.parametrize("begins", ["never", "before", "after"])
 def test_an_interrupt_as_a_closure_begins_is_one_and_ends_all(begins, tmp_path, monkeypatch):
     _, pipe = both(tmp_path, CHAIN, m=M)
