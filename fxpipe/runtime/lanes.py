@@ -37,12 +37,13 @@ class Lanes:
         if any(stream.place(device).type == "cpu" for device in devices):
             keep_freed_memory()
         self._queues: tuple[_Queue, ...] = tuple(SimpleQueue() for _ in devices)
-        # The threads know only their queues: the pipeline can be collected while they idle.
+        # The threads know only their queues: the pipeline can be collected while they idle, or
+        # when an interrupt comes as they start.
+        weakref.finalize(self, _end, self._queues)
         for index, queue in enumerate(self._queues):
             threading.Thread(
                 target=_work, args=(queue,), name=f"fxpipe lane {index}", daemon=True
             ).start()
-        weakref.finalize(self, _end, self._queues)
 
     @property
     def are_here(self) -> bool:

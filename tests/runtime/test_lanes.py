@@ -57,6 +57,21 @@ def test_a_lane_per_device_kept_over_calls_and_gone_with_the_pipeline(tmp_path):
         gc.enable()
 
 
+def test_an_interrupt_as_lanes_begin_leaves_none(monkeypatch):
+    before, start = _lanes(), threading.Thread.start
+
+    def interrupted(thread):
+        if thread.name == "fxpipe lane 1":
+            raise KeyboardInterrupt
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Lanes([CPU, CPU])
+    gc.collect()
+    _ended(before)
+
+
 @pytest.mark.parametrize("busy", [False, True])
 def test_the_first_lane_is_the_callers_thread_unless_it_has_other_work(busy):
     """Else there would be a thread more that has OpenMP threads of its own."""
