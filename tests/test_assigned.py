@@ -2,10 +2,11 @@
 
 import copy
 from collections import deque
+from itertools import pairwise
 
 import pytest
 import torch
-from flat import compile_flat, verified
+from flat import compile_flat, recomputing, verified
 from torch import nn
 
 import fxpipe
@@ -130,6 +131,42 @@ KINDS = [Average, Old, Swapped, Kept, Twice, Only, Branches, Plain]
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_the_next_micro_batch_leaves_what_backward_needs(mode, tmp_path):
     verified(Moved, rows, tmp_path, checkpoint=mode)
+
+
+class Scales(nn.Module):
+    """Reads what it then assigns anew; its first layer is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6)
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x):
+        h = self.first(x)
+        y = h * self.scale
+        self.scale = 0.9 * self.scale + 0.1 * h.detach().abs().mean(0)
+        return self.last(y)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always", "part"])
+def test_it_may_get_gradients_that_had_none_as_it_was_compiled(checkpoint, tmp_path):
+    model, x = Scales().double(), torch.randn(8, 6, dtype=torch.float64)
+    whole = checkpoint.replace("part", "never")
+    package = compile_flat(model, (x,), devices="cpu*2", microbatches=4, checkpoint=whole)
+    if checkpoint == "part":
+        bounds = pairwise([0, *package.plan.cuts, len(package.chain.blocks)])
+        package = recomputing(package, [[stage] for stage in bounds])
+    pipe = fxpipe.load(package.write(tmp_path / "out"))
+    pipe.load_state_dict(model.state_dict())
+    inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+    for one in (model, pipe):
+        one.first.requires_grad_(True)
+    for part in inputs[0].chunk(4):
+        (model(part).square().mean() / 4).backward()
+    pipe.step(inputs[1], loss_fn=lambda output, _: output.square().mean())
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    for (name, found), wanted in zip(pipe.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, msg=name)
 
 
 def test_what_is_handed_out_is_not_written_later(tmp_path):

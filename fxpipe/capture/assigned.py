@@ -8,6 +8,7 @@ way at once, what the backward of one needs of a buffer that the next one writes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
@@ -18,7 +19,9 @@ from fxpipe.ir import Op, own_storage
 from fxpipe.memory import storage_of
 from fxpipe.ops.contents import attributes, mark
 from fxpipe.ops.interpret import by_mode
+from fxpipe.ops.regions import PLAIN, REGION
 from fxpipe.ops.specs import tensor_spec
+from fxpipe.runtime.backward import differentiable
 
 _ASSIGNS = "assigns"  # in the meta of the nodes that write a buffer
 
@@ -86,7 +89,8 @@ def _write(graph: fx.Graph, name: str, value: Any, old: Tensor) -> None:
         value = detached
     reads = graph.find_nodes(op="get_attr", target=name)
     buffer = reads[0] if reads else None
-    if buffer is not None and any(_keeps(user, buffer) for user in buffer.users):
+    may = _may_have_gradients(graph)
+    if buffer is not None and any(user in may or _keeps(user, buffer) for user in buffer.users):
         first = next(node for node in graph.nodes if node in buffer.users)
         copy = _copy(graph, buffer, name, first)
         buffer.replace_all_uses_with(copy, lambda user: user is not copy)
@@ -126,10 +130,10 @@ def copy_what_is_kept(graph: fx.Graph, written: set[str]) -> None:
             written.add(str(buffer.target))
         if str(buffer.target) not in written:
             continue
-        memory = storage_of(buffer.meta["fake"])
+        memory, may = storage_of(buffer.meta["fake"]), _may_have_gradients(graph)
         for user in list(graph.nodes):
-            made = [value.requires_grad for value in _tensors(user) if storage_of(value) != memory]
-            if any(made) or user.op == "output":
+            made = any(storage_of(value) != memory for value in _tensors(user))
+            if (made and user in may) or user.op == "output":
                 for used in user.all_input_nodes:
                     if any(storage_of(value) == memory for value in _tensors(used)):
                         user.replace_input_with(used, _copy(graph, used, str(buffer.target), user))
@@ -141,12 +145,29 @@ def _tensors(node: fx.Node) -> list[Tensor]:
     return [value for value in tree_leaves(found) if isinstance(value, Tensor)]
 
 
+def _may_have_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """What depends on an input or a parameter, none of which need ask for gradients by now.
+
+    Inputs may do so later, and layers that are frozen.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" or isinstance(node.meta.get("val"), nn.Parameter):
+            begins = True
+        else:
+            begins = node.meta.get(REGION, PLAIN).grad and not found.isdisjoint(
+                node.all_input_nodes
+            )
+        ends = node.op == "output" or node.target in ("detach", "detach_", torch.detach)
+        if begins and not ends and any(map(differentiable, _tensors(node))):
+            found.add(node)
+    return found
+
+
 def _keeps(user: fx.Node, buffer: fx.Node) -> bool:
-    """Whether `user` may hold the buffer's memory once it has run: in its result, for backward."""
+    """Whether what `user` makes may have the buffer's memory."""
     made = user.meta["val"]
-    if not isinstance(made, Tensor) or made.requires_grad:
-        return True
-    return storage_of(made) == storage_of(buffer.meta["fake"])
+    return not isinstance(made, Tensor) or storage_of(made) == storage_of(buffer.meta["fake"])
 
 
 def move_writes(graph: fx.Graph, ops: Mapping[str, Op], aliases: Mapping[str, str]) -> None:
