@@ -58,11 +58,16 @@ def keeping(module: nn.Module, spec: StageSpec) -> Iterator[None]:
 
 def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
     """Whether an op draws from torch's random generators, which torch tags as seeded."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+    if False in (given.get("train"), given.get("training")):
+        return False
     # Attention and recurrent layers draw for their dropout alone.
-    rates = [given.get(name, 0.0) for name in ("dropout_p", "dropout") if name in names]
-    return torch.Tag.nondeterministic_seeded in func.tags and (not rates or max(rates) > 0)
+    named = ("dropout_p", "dropout", *("p",) * ("dropout" in func.name()))
+    rates = [given.get(name, 0.0) for name in named if name in names]
+    return not rates or max(rates) > 0
 
 
 def _versions(module: nn.Module, spec: StageSpec) -> dict[str, int]:

@@ -50,6 +50,15 @@ def test_a_dropout_that_was_off_as_it_was_compiled_cant_be_turned_on(tmp_path):
     pipe.eval()(X)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_one_that_is_off_draws_nothing_in_inference_mode_either(tmp_path, training):
+    pipe = fxpipe.load(compiled(tmp_path)).train(training)
+    with torch.inference_mode():  # in which a mode sees ops that are made of others
+        pipe(X)
+    with torch.no_grad():
+        pipe(X)
+
+
 def test_one_that_was_on_may_have_another_rate(tmp_path):
     pipe = fxpipe.load(compiled(tmp_path, p=0.1))
     pipe.drop.p = 0.5
