@@ -61,7 +61,7 @@ PRIVATE = {
     "torch.nn.modules.module.register_module_parameter_registration_hook": "memory.py",
     "torch.utils.weak.WeakIdKeyDictionary": "memory.py",
     "torch.utils.flop_counter.flop_registry": "costs/roofline.py",
-    "torch.Tag.nondeterministic_seeded": "capture/observe.py, runtime/drawing.py",
+    "torch.Tag.nondeterministic_seeded": "runtime/drawing.py, runtime/promises.py",
     "torch.utils._pytree.tree_map": "costs/meter.py",
     "torch.utils._sympy.printers.PythonPrinter": "capture/sizes.py",
     "torch.utils._sympy.functions.CeilToInt": "capture/whole.py",
