@@ -2,7 +2,7 @@
 
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -21,6 +21,7 @@ from fxpipe.codegen.segments import segment_spec
 from fxpipe.codegen.stage_file import StageFile, blocks_file, stage_file
 from fxpipe.ir import Capture, PackageFiles, Plan, Profile, StageWiring, Wiring, own_storage
 from fxpipe.memory import is_fake
+from fxpipe.ops.gradients import gives_gradients
 from fxpipe.ops.interpret import reads_mode
 from fxpipe.ops.specs import tensor_spec
 from fxpipe.runtime.leaves import in_mode, places
@@ -130,6 +131,7 @@ def _manifest(
 ) -> Manifest:
     stages = enumerate(zip(wiring.stages, made, strict=True))
     maker = {value: j for j, stage in enumerate(wiring.stages) for value in stage.outputs}
+    given_gradients = _given_gradients(capture, wiring)
     held = _held_buffers(capture, made)
     state = [name for name in capture.state if name in capture.saved or name in held]
     # The first that is there of each tensor's names, by the first that it has in the model.
@@ -157,7 +159,10 @@ def _manifest(
             OutputSpec(names[value], maker.get(value), capture.specs[value], mode)
             for value, mode in zip(capture.outputs, _output_modes(capture), strict=True)
         ),
-        stages=tuple(_stage(capture, plan, j, stage, one, names) for j, (stage, one) in stages),
+        stages=tuple(
+            _stage(capture, plan, j, stage, one, names, given_gradients)
+            for j, (stage, one) in stages
+        ),
         state=tuple(_state(capture, name, first[capture.first_name(name)]) for name in state),
         estimate=EstimateSpec(
             plan.estimate.step_ms,
@@ -188,6 +193,7 @@ def _stage(
     wiring: StageWiring,
     made: StageFile,
     names: Mapping[str, str],
+    given_gradients: Set[str],
 ) -> StageSpec:
     ops = [capture.ops[name] for name in wiring.ops]
     written = {storage for op in ops for storage in op.mutates}
@@ -214,7 +220,13 @@ def _stage(
             for parameter, port in zip(made.parameters, wiring.inputs, strict=True)
         ),
         outputs=tuple(
-            OutputSpec(names[value], j, capture.specs[value], capture.mode(value))
+            OutputSpec(
+                names[value],
+                j,
+                capture.specs[value],
+                capture.mode(value),
+                detached=value not in given_gradients,
+            )
             for value in wiring.outputs
         ),
         parameters=trained,
@@ -230,6 +242,17 @@ def _stage(
         segments=tuple(segment_spec(capture, names) for names in wiring.segments),
         modes=tuple(dict.fromkeys(home(node) for node in nodes if reads_mode(node) and home(node))),
     )
+
+
+def _given_gradients(capture: Capture, wiring: Wiring) -> set[str]:
+    """The values to which the caller, or an op of another stage, may give a gradient."""
+    home = {op: j for j, stage in enumerate(wiring.stages) for op in stage.ops}
+    found = set(capture.outputs)
+    for node in capture.graph.nodes:
+        if node.name in home and gives_gradients(node, capture.ops[node.name]):
+            j = home[node.name]
+            found |= {used.name for used in node.all_input_nodes if home.get(used.name, j) != j}
+    return found
 
 
 def _output_modes(capture: Capture) -> Iterator[Mode]:

@@ -5,6 +5,7 @@ that is written into them in place: `self.total.copy_(total)`. Since several mic
 way at once, what the backward of one needs of a buffer that the next one writes is copied.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -152,15 +153,18 @@ def _may_have_gradients(graph: fx.Graph) -> set[fx.Node]:
     """
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder" or isinstance(node.meta.get("val"), nn.Parameter):
-            begins = True
-        else:
-            begins = node.meta.get(REGION, PLAIN).grad and not found.isdisjoint(
-                node.all_input_nodes
-            )
+        tensors = _tensors(node)
+        begins = (
+            node.op == "placeholder"
+            or isinstance(node.meta.get("val"), nn.Parameter)
+            or any(tensor.requires_grad for tensor in tensors)
+            or (node.meta.get(REGION, PLAIN).grad and not found.isdisjoint(node.all_input_nodes))
+        )
         ends = node.op == "output" or node.target in ("detach", "detach_", torch.detach)
-        if begins and not ends and any(map(differentiable, _tensors(node))):
+        if begins and not ends and any(map(differentiable, tensors)):
             found.add(node)
+        if begins and node.target is operator.setitem:  # into what may have had none
+            found.update(node.all_input_nodes[:1])
     return found
 
 

@@ -82,13 +82,15 @@ class PortSpec:
 class OutputSpec:
     """A value that a stage returns, or, with its stage (None: the caller's own), the pipeline.
 
-    In a mode that lacks the value the stage returns None in its place.
+    In a mode that lacks the value the stage returns None in its place. It goes on `detached` if
+    nothing that reads it gives it a gradient.
     """
 
     value: str
     stage: int | None
     spec: TensorSpec
     mode: Mode = "both"
+    detached: bool = False
 
 
 @dataclass(frozen=True, slots=True)

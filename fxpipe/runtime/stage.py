@@ -102,7 +102,11 @@ class Stage:
                 f"{self.spec.file} returned {_described(outputs)}, plan.json says {len(names)} "
                 f"tensors ({', '.join(names)}): return those, or compile again"
             )
-        made = tuple(_as_seen(output) for output in outputs if output is not None)
+        made = tuple(
+            _as_seen(output, spec)
+            for output, spec in zip(outputs, specs, strict=True)
+            if output is not None
+        )
         return made, random if mode is None else mode.end
 
     @property
@@ -136,7 +140,10 @@ class Stage:
         )
         graph = any(given) or any(p.requires_grad for p in self.module.parameters())
         return [
-            graph and differentiable(output) and (spec.spec.requires_grad or not as_traced)
+            graph
+            and differentiable(output)
+            and (spec.spec.requires_grad or not as_traced)
+            and not spec.detached
             for output, spec in zip(outputs, self.outputs, strict=True)
         ]
 
@@ -180,10 +187,13 @@ class Stage:
         return f", {self.spec.file}, line {lines[-1]}: `{text}`"
 
 
-def _as_seen(output: Tensor) -> Tensor:
-    """The output; a view made under no_grad says that it has a gradient, and ends all graphs."""
+def _as_seen(output: Tensor, spec: OutputSpec) -> Tensor:
+    """The output, without a graph where no gradient comes to it.
+
+    A view made under no_grad says that it has a gradient, and ends all graphs.
+    """
     ends = output.requires_grad and output.grad_fn is None and output._is_view()
-    return output.detach() if ends else output
+    return output.detach() if spec.detached or ends else output
 
 
 def _described(outputs: Sequence[object]) -> str:

@@ -1,0 +1,71 @@
+"""What is only read detached has no gradient in a pipeline either, wherever it is cut."""
+
+import pytest
+import torch
+from flat import compile_flat, cut_everywhere
+from torch import nn
+from torch.nn import functional as F
+
+import fxpipe
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.scores, self.last = (nn.Linear(6, 6) for _ in range(3))
+
+
+class Detaches(Layers):
+    """The scores' layer gets no gradient, so that what it read may be written."""
+
+    def forward(self, x):
+        h = self.first(x)
+        scores = self.scores(h)
+        h = F.relu(h, inplace=True)
+        return self.last(h) * scores.detach().softmax(-1)
+
+
+class Picks(Layers):
+    def forward(self, x):
+        h = self.first(x)
+        picked = self.scores(h).argmax(-1)
+        return self.last(h) * F.one_hot(picked, 6)
+
+
+class Regards(Layers):
+    def forward(self, x):
+        h = self.first(x)
+        scores = self.scores(h)
+        with torch.no_grad():
+            weight = scores.softmax(-1) * 2
+        return self.last(h) * weight
+
+
+class PutsIn(Layers):
+    """A gradient comes to the scores by what they are put into."""
+
+    def forward(self, x):
+        scores = self.scores(self.first(x))
+        rows = torch.zeros_like(x)
+        rows[:, 2:] = scores[:, 2:]
+        return self.last(rows)
+
+
+@pytest.mark.parametrize("backward", ["step", "call"])
+@pytest.mark.parametrize("kind", [Detaches, Picks, Regards, PutsIn])
+def test_gradients_are_there_where_the_models_are(kind, backward, tmp_path):
+    x = torch.randn(8, 6, dtype=torch.float64)
+    made = compile_flat(kind().double(), (x,), devices="cpu*2", microbatches=2)
+    for package in cut_everywhere(made):
+        model = kind().double()
+        model(x).square().mean().backward()
+        pipe = fxpipe.load(package.write(tmp_path / str(package.plan.cuts[0])))
+        pipe.load_state_dict(model.state_dict())
+        if backward == "step":
+            pipe.step(x, loss_fn=lambda output, _: output.square().mean())
+        else:
+            pipe(x).square().mean().backward()
+        for (name, found), wanted in zip(pipe.named_parameters(), model.parameters(), strict=True):
+            assert (found.grad is None) == (wanted.grad is None), name
+            if wanted.grad is not None:
+                torch.testing.assert_close(found.grad, wanted.grad, msg=name)
