@@ -78,6 +78,18 @@ class Twice(Base):
         return self.inner(self.inner(x))
 
 
+class OneInAMode(Base):
+    """Another buffer is assigned in each mode, and one in both."""
+
+    def step(self, x):
+        if self.training:
+            self.total = 0.9 * self.total + 0.1 * x.detach().mean(0)
+        else:
+            self.other = self.other + 1
+        self.count = self.count + 1
+        return x / self.total + self.other * self.count
+
+
 class Only(Base):
     """Written, never read: and each mode writes another value."""
 
@@ -125,7 +137,7 @@ def rows(batch):
     return {"x": torch.randn(batch, 6)}
 
 
-KINDS = [Average, Old, Swapped, Kept, Twice, Only, Branches, Plain]
+KINDS = [Average, Old, Swapped, Kept, Twice, OneInAMode, Only, Branches, Plain]
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])

@@ -54,8 +54,9 @@ PRIVATE = {
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator": "no_checkpoints.py",
     "torch.utils._python_dispatch.TorchDispatchMode": (
         "capture/calls.py, capture/observe.py, costs/counted.py, costs/roofline.py, memory.py, "
-        "runtime/drawing.py, runtime/memory.py"
+        "runtime/drawing.py, runtime/memory.py, runtime/promises.py"
     ),
+    "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo": "runtime/promises.py",
     "torch._subclasses.fake_tensor.FakeTensor": "capture/graph.py, memory.py",
     "torch._subclasses.fake_tensor.FakeTensorMode": "memory.py",
     "torch.nn.modules.module.register_module_parameter_registration_hook": "memory.py",

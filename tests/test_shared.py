@@ -46,6 +46,26 @@ class ReadsWhatIsCopiedOfSeveralRows(Layers):
         return self.last(self.mid(h) * gate)
 
 
+class SplitsWhatIsCopiedOfSeveralRows(Layers):
+    """A tuple's parts are views of what may be a view."""
+
+    def forward(self, x):
+        h = self.first(x)
+        gate, _ = h[:, :4].contiguous().chunk(2, -1)
+        gate = torch.sigmoid(gate.repeat(1, 4))
+        h = F.relu(h, inplace=True)
+        return self.last(self.mid(h) * gate)
+
+
+class WritesWhatIsCopiedOfSeveralRows(Layers):
+    """Of one row, what it was copied from is written too."""
+
+    def forward(self, x):
+        h = self.first(x)
+        part = h[:, :4].contiguous().mul_(2)
+        return self.last(self.mid(h) * part.repeat(1, 2))
+
+
 class ReadsItsCenter(Layers):
     """The buffer itself in training, a copy in evaluation, where the output may keep it."""
 
@@ -59,7 +79,12 @@ class ReadsItsCenter(Layers):
 
 
 @pytest.mark.parametrize(
-    "kind", [ReadsADropout, ReadsEither, ReadsWhatIsCopiedOfSeveralRows, ReadsItsCenter]
+    "kind",
+    [
+        *(ReadsADropout, ReadsEither, ReadsItsCenter),
+        *(ReadsWhatIsCopiedOfSeveralRows, SplitsWhatIsCopiedOfSeveralRows),
+        WritesWhatIsCopiedOfSeveralRows,
+    ],
 )
 def test_wherever_it_is_cut_it_computes_what_the_model_does(kind, tmp_path):
     torch.manual_seed(0)

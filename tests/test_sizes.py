@@ -103,6 +103,40 @@ def test_sizes_by_way_of_floats_are_written_as_whole_numbers(tmp_path):
         torch.testing.assert_close(pipe(x), model(x), rtol=0, atol=1e-12)
 
 
+def test_rows_that_are_counted_by_their_offsets_are_the_batchs(tmp_path):
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bag, self.head = nn.EmbeddingBag(11, 8, mode="sum"), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.bag(x))
+
+    x = torch.randint(11, (4, 3))
+    package = fxpipe.compile(Bag(), (x,), devices="cpu*2", microbatches=2)
+    assert package.manifest.outputs[0].spec.shape == ("batch", 3)
+    model, pipe = Bag(), fxpipe.load(package.write(tmp_path / "out"))
+    pipe.load_state_dict(model.state_dict())
+    x = torch.randint(11, (6, 5))
+    torch.testing.assert_close(pipe(x), model(x))
+
+
+def test_a_size_that_training_alone_fixes_needs_no_condition(tmp_path):
+    class Compares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x, c):
+            x = self.first(x)
+            c.view(-1, 2, 4)
+            return self.last(x + c if self.training else x)
+
+    inputs = torch.randn(4, 8), torch.randn(4, 8)
+    package = fxpipe.compile(Compares(), inputs, devices="cpu*2", microbatches=2)
+    fxpipe.load(package.write(tmp_path / "out")).step(*inputs, loss_fn=lambda y, _: y.mean())
+
+
 def test_what_is_taken_off_is_written_so(tmp_path):
     class Last(nn.Module):
         def __init__(self):

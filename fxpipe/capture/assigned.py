@@ -187,13 +187,14 @@ def move_writes(graph: fx.Graph, ops: Mapping[str, Op], aliases: Mapping[str, st
 
     for write in [node for node in graph.nodes if _ASSIGNS in node.meta]:
         buffer, value = write.all_input_nodes
-        (old,), new = memories(buffer), memories(value)
-        if value.target is by_mode:
-            max(value.all_input_nodes).append(value)
+        old, new = {*memories(buffer)}, {*memories(value)}
+        for either in (buffer, value):
+            if either.target is by_mode:
+                max(either.all_input_nodes).append(either)
         last = max(buffer, value)
         for node in graph.nodes:
             if node.name in ops and last < node < write:
                 used = {name for one in (node, *node.all_input_nodes) for name in memories(one)}
-                if old in used or {old, *new} & {*ops[node.name].mutates}:
+                if old & used or (old | new) & {*ops[node.name].mutates}:
                     last = node
         last.append(write)

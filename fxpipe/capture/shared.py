@@ -1,7 +1,7 @@
 """Whose memory a result may be: it hangs on the mode, and on sizes and dtypes.
 
 A dropout gives a new tensor in training and its input in evaluation; `contiguous` gives its input
-where that has one row. What is written in place must be so for all that may be it.
+where that has one row. What is written in place is written in all that it may be.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from fxpipe.ops.interpret import by_mode
 
 # Views of their input, or copies, by its strides or its dtype.
 _VIEW_OR_COPY = {
-    *("contiguous", "reshape", "reshape_as", "flatten", "ravel", "Flatten"),
+    *("contiguous", "reshape", "reshape_as", "flatten", "ravel", "Flatten", "sum_to_size"),
     *("to", "type", "type_as", "float", "double", "half", "bfloat16"),
 }
 
@@ -49,18 +49,22 @@ def merge_ops(
             op = Op(node.name, node.meta.get("module", ""), node.meta.get("source"), storage)
         elif seen:
             others = [op.storage for op in seen]
-            for names in given:
-                others += names if {*names} & {*others} else ()
-            if _name(node, modules) in _VIEW_OR_COPY and given:
-                others += given[0]
-            op = seen[0]
+            may_be_any = _name(node, modules) in _VIEW_OR_COPY or not _is_tensor(node)
             mutates = {name for one in seen for name in one.mutates}
-            op = dataclasses.replace(op, mutates=tuple(sorted(mutates)))
+            for names in given:
+                others += names if may_be_any or {*names} & {*others} else ()
+                mutates |= {*names} if {*names} & mutates else set()
+            op = dataclasses.replace(seen[0], mutates=tuple(sorted(mutates)))
         else:
             continue
         may_share = tuple(name for name in dict.fromkeys(others) if name != op.storage)
         merged[node.name] = dataclasses.replace(op, may_share=may_share)
     return merged
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    """Whether it makes one tensor. A tuple's parts may be views of what it is made of."""
+    return isinstance(node.meta.get("val"), Tensor)
 
 
 def _name(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:

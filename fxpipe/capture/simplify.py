@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fxpipe.capture.formals import FORMALS, hand_on
 from fxpipe.ir import Op
 from fxpipe.ops.interpret import DTYPE, MODE, by_mode
-from fxpipe.ops.regions import REGION
+from fxpipe.ops.regions import PLAIN, REGION
 from fxpipe.ops.specs import tensor_spec
 from fxpipe.runtime.backward import differentiable
 
@@ -131,11 +131,13 @@ def _passes_on(node: fx.Node) -> fx.Node | None:
 
 
 def _alike(node: fx.Node, operand: fx.Node) -> bool:
-    values = [n.meta.get("val") for n in (node, operand)]
-    if not all(isinstance(value, Tensor) for value in values):
+    mine, its = (n.meta.get("val") for n in (node, operand))
+    if not (isinstance(mine, Tensor) and isinstance(its, Tensor)):
         return False
-    ours, theirs = (tensor_spec(value) for value in values if value is not None)
-    return ours == theirs
+    begins, goes_on = (n.meta.get(REGION, PLAIN).grad for n in (operand, node))
+    if begins and not goes_on and differentiable(mine):  # a gradient ends here
+        return False
+    return tensor_spec(mine) == tensor_spec(its)
 
 
 def _equals(node: fx.Node, operand: fx.Node) -> bool:

@@ -1,6 +1,7 @@
 """Sizes that the model leaves open: tracing puts symbols in their place, which get names here."""
 
 import ast
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,9 +73,11 @@ def describe_sizes(graph: fx.Graph, tensors: Sequence[Tensor], batched: Sequence
 
 
 def together(traces: Sequence[Sizes]) -> Sizes:
-    """What several traces of one model say."""
+    """What several traces of one model say. A size that one of them fixes needs no condition."""
+    fixed = {name for sizes in traces for name in sizes.values} - {*traces[0].values}
     conditions = dict.fromkeys(text for sizes in traces for text in sizes.conditions)
-    return replace(traces[0], conditions=tuple(conditions))
+    kept = (text for text in conditions if fixed.isdisjoint(re.findall(r"\w+", text)))
+    return replace(traces[0], conditions=tuple(kept))
 
 
 def elsewhere(sizes: Sizes) -> dict[str, int]:

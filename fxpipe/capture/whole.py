@@ -17,9 +17,10 @@ _DYADIC = {1, 2, 4, 8, 16, 32, 64}  # what floats divide by without rounding
 
 def whole(expression: sympy.Expr) -> sympy.Expr:
     """The same size, without floats where they are quotients of sizes that are rounded."""
-    return expression.replace(
+    rounded = expression.replace(
         lambda part: isinstance(part, TruncToInt | FloorToInt | CeilToInt), _rounded
     )
+    return rounded.replace(lambda part: isinstance(part, FloorDiv), _divided)
 
 
 def _rounded(call: sympy.Expr) -> sympy.Expr:
@@ -33,6 +34,15 @@ def _rounded(call: sympy.Expr) -> sympy.Expr:
     # Below zero int() and // round to different sides, if there is something to round.
     down = isinstance(call, FloorToInt) or above.is_nonnegative or not quotient.has(FloorDiv)
     return quotient if down else call
+
+
+def _divided(call: sympy.Expr) -> sympy.Expr:
+    """A division by a size without it, if it divides: (batch * length + length - 1) // length."""
+    above, below = call.args
+    if not below.is_Symbol or not above.is_polynomial(below):
+        return call
+    quotient, rest = sympy.div(above, below, below)
+    return quotient + rest if rest in (0, -1) else call
 
 
 def _ratio(number: sympy.Expr) -> _Ratio | None:

@@ -6,7 +6,7 @@ other's numbers, and what is computed again would draw others and count twice.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,9 +35,10 @@ def forget() -> None:
 def keeping(module: nn.Module, spec: StageSpec) -> Iterator[None]:
     """The block is a forward of the stage. Raises StageError that says what plan.json lacks."""
     before = _versions(module, spec)
-    with _Draws() as drawn:
+    drawn = _Draws()
+    with nullcontext() if spec.random else drawn:
         yield
-    if drawn.by is not None and not spec.random:
+    if drawn.by is not None:
         raise StageError(
             f"{spec.file} draws random numbers ({drawn.by}), and plan.json says that it doesn't: "
             'let "random" of the stage be true there, or compile the model with what draws them, '
@@ -86,6 +87,11 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.by: str | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else its first op imports Dynamo, which takes a second and is of no use to eager code."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
