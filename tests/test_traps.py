@@ -95,13 +95,13 @@ class StraightThrough(Base):
 
 
 class Regards(Base):
-    """A view that is made where no gradients are, and says that it has one."""
+    """Views that are made where no gradients are, and say that they have one."""
 
     def step(self, x):
         with torch.no_grad():
-            target = x.view(-1, 6)[:, :3]
+            target, same = x[:, :3], x.view(-1, 6)
         y = self.extra(x).relu()
-        return torch.cat([y[:, 3:] - target, y[:, :3]], 1)
+        return torch.cat([y[:, 3:] - target, y[:, :3]], 1) * same
 
 
 # Of a reentrant checkpoint in eval mode.
