@@ -49,10 +49,12 @@ def merge_ops(
             op = Op(node.name, node.meta.get("module", ""), node.meta.get("source"), storage)
         elif seen:
             others = [op.storage for op in seen]
-            may_be_any = _name(node, modules) in _VIEW_OR_COPY or not _is_tensor(node)
+            others += [name for k in others if k in merged for name in merged[k].may_share]
+            if _name(node, modules) in _VIEW_OR_COPY and given:
+                others += given[0]
             mutates = {name for one in seen for name in one.mutates}
             for names in given:
-                others += names if may_be_any or {*names} & {*others} else ()
+                others += names if {*names} & {*others} else ()
                 mutates |= {*names} if {*names} & mutates else set()
             op = dataclasses.replace(seen[0], mutates=tuple(sorted(mutates)))
         else:
@@ -60,11 +62,6 @@ def merge_ops(
         may_share = tuple(name for name in dict.fromkeys(others) if name != op.storage)
         merged[node.name] = dataclasses.replace(op, may_share=may_share)
     return merged
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    """Whether it makes one tensor. A tuple's parts may be views of what it is made of."""
-    return isinstance(node.meta.get("val"), Tensor)
 
 
 def _name(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
