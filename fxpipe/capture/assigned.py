@@ -9,7 +9,6 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
@@ -19,8 +18,8 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir import Op, own_storage
 from fxpipe.memory import storage_of
 from fxpipe.ops.contents import attributes, mark
+from fxpipe.ops.gradients import ends_gradients
 from fxpipe.ops.interpret import by_mode
-from fxpipe.ops.regions import PLAIN, REGION
 from fxpipe.ops.specs import tensor_spec
 from fxpipe.runtime.backward import differentiable
 
@@ -158,12 +157,13 @@ def _may_have_gradients(graph: fx.Graph) -> set[fx.Node]:
             node.op == "placeholder"
             or isinstance(node.meta.get("val"), nn.Parameter)
             or any(tensor.requires_grad for tensor in tensors)
-            or (node.meta.get(REGION, PLAIN).grad and not found.isdisjoint(node.all_input_nodes))
+            or not found.isdisjoint(node.all_input_nodes)
         )
-        ends = node.op == "output" or node.target in ("detach", "detach_", torch.detach)
-        if begins and not ends and any(map(differentiable, tensors)):
+        if not begins or node.op == "output" or ends_gradients(node):
+            continue
+        if any(map(differentiable, tensors)):
             found.add(node)
-        if begins and node.target is operator.setitem:  # into what may have had none
+        if node.target is operator.setitem:  # into what may have had none
             found.update(node.all_input_nodes[:1])
     return found
 

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from fxpipe.capture.formals import FORMALS, hand_on
 from fxpipe.ir import Op
+from fxpipe.ops.gradients import ends_gradients
 from fxpipe.ops.interpret import DTYPE, MODE, by_mode
-from fxpipe.ops.regions import PLAIN, REGION
+from fxpipe.ops.regions import REGION
 from fxpipe.ops.specs import tensor_spec
 from fxpipe.runtime.backward import differentiable
 
@@ -134,8 +135,7 @@ def _alike(node: fx.Node, operand: fx.Node) -> bool:
     mine, its = (n.meta.get("val") for n in (node, operand))
     if not (isinstance(mine, Tensor) and isinstance(its, Tensor)):
         return False
-    begins, goes_on = (n.meta.get(REGION, PLAIN).grad for n in (operand, node))
-    if begins and not goes_on and differentiable(mine):  # a gradient ends here
+    if ends_gradients(node) and not ends_gradients(operand) and differentiable(mine):
         return False
     return tensor_spec(mine) == tensor_spec(its)
 

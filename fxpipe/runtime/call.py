@@ -46,7 +46,7 @@ class Call:
         self.m = m
         self._links = links
         self._recorder: Recorder | None = None
-        self._gate: Gate | None = None
+        self._gate = Gate({}, n_lanes)
         self._lanes: list[Mailbox[Key]] = [Mailbox() for _ in range(n_lanes)]
         ends: list[Mailbox[Key]] = [Mailbox(), Mailbox()]
         # By stage: the pipeline's end has index n, the caller -1, which is the list's last.
@@ -103,8 +103,7 @@ class Call:
 
     def ended(self, lane: int) -> None:
         """The lane has ended an action of its row."""
-        if self._gate is not None:
-            self._gate.passed(lane)
+        self._gate.passed(lane)
 
     def span(self, j: int, name: str | Action, kind: str) -> AbstractContextManager[None]:
         """The block is what stage j's lane does as `name`."""
@@ -136,8 +135,7 @@ class Call:
         """Make every lane end at its next wait or action."""
         for mailbox in {*self._lanes, *self._mailboxes}:
             mailbox.stop()
-        if self._gate is not None:
-            self._gate.stop()
+        self._gate.stop()
 
     def deliver(self, key: Key, item: object) -> None:
         """Put in what came from another process."""
@@ -149,8 +147,7 @@ class Call:
         """Send micro-batch i's value to each stage that reads it, saying if it has a gradient."""
         for j in self.wires.readers[wire]:
             source, target = self.lane(wire.source), self.lane(j)
-            if self._gate is not None:
-                self._gate.wait(wire.source, True, i, target)
+            self._gate.wait(wire.source, True, i, target)
             sent = self._links.send(tensor, source, target, i)
             self._mailboxes[j].put(("value", wire, j, i), (sent, gradient))
 
@@ -173,8 +170,7 @@ class Call:
             if self.device(j) == self.device(wire.source):
                 gradient = compact(gradient)  # it may wait there for long
             target = self.lane(wire.source)
-            if self._gate is not None:
-                self._gate.wait(j, False, i, target)
+            self._gate.wait(j, False, i, target)
             gradient = self._links.send(gradient, self.lane(j), target, i)
         self._mailboxes[wire.source].put(("gradient", wire, j, i), gradient)
 

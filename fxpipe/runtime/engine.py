@@ -218,8 +218,7 @@ class Engine(Original):
         table = self._schedule.first(call.m)
         if call.m not in self._needs:
             self._needs[call.m] = needs(self._estimate, self._schedule, call.m)
-        if waits := self._needs[call.m]:
-            call.hold_back(Gate(waits, len(table.rows)))
+        call.hold_back(Gate(self._needs[call.m], len(table.rows)))
         self._run_rows(step, call, table.rows)
 
     def _run_in_order(self, step: Step, call: Call) -> None:

@@ -49,6 +49,8 @@ class Gate:
 
     def passed(self, lane: int) -> None:
         """The lane has ended an action."""
+        if not self._needs:
+            return
         with self._moved:
             self._ended[lane] += 1
             self._moved.notify_all()
@@ -56,7 +58,7 @@ class Gate:
     def wait(self, stage: int, forward: bool, i: int, lane: int) -> None:
         """Until what `stage` has of micro-batch i may go to `lane`. Raises StoppedError."""
         n = self._needs.get((stage, forward, i, lane), 0)
-        if self._ended[lane] < n:
+        if n and self._ended[lane] < n:
             with self._moved:
                 self._moved.wait_for(lambda: self._stopped or self._ended[lane] >= n)
             if self._stopped:
