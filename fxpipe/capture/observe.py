@@ -16,7 +16,7 @@ from fxpipe.ir import Op
 from fxpipe.memory import is_fake, storage_of
 from fxpipe.ops.interpret import MODE, Compute
 from fxpipe.runtime.manifest import Mode
-from fxpipe.runtime.promises import draws
+from fxpipe.runtime.promises import draws, given_by_name
 
 _MODES: Mapping[bool | None, Mode] = {None: "both", True: "train", False: "eval"}
 
@@ -112,10 +112,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        given = given_by_name(func, args, kwargs)
         self.random |= draws(func, args, kwargs)
-        if "running_mean" in names and given.get("training", True):
+        if "running_mean" in given and given.get("training", True):
             held = (given["running_mean"], given["running_var"])
             self.statistics += [storage_of(t) for t in held if t is not None and is_fake(t)]
         return func(*args, **(kwargs or {}))

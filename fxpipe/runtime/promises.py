@@ -61,14 +61,22 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> b
     """Whether an op draws from torch's random generators, which torch tags as seeded."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+    given = given_by_name(func, args, kwargs)
     if False in (given.get("train"), given.get("training")):
         return False
     # Attention and recurrent layers draw for their dropout alone.
     named = ("dropout_p", "dropout", *("p",) * ("dropout" in func.name()))
+    names = {argument.name for argument in func._schema.arguments}
     rates = [given.get(name, 0.0) for name in named if name in names]
     return not rates or max(rates) > 0
+
+
+def given_by_name(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The arguments of an op's call by their names."""
+    names = (argument.name for argument in func._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **(kwargs or {})}
 
 
 def _versions(module: nn.Module, spec: StageSpec) -> dict[str, int]:
