@@ -272,6 +272,38 @@ def replicated(folder: Path, rows: Sequence[int], settings: dict[str, Any]) -> s
     return "equal"
 
 
+def replicated_splice(folder: Path, rows: Sequence[int]) -> str:
+    """Two replicas of a model around a part of it are the plain one on all their rows.
+
+    Gradients add up over two steps, and are clipped by the norm over the stages and around them.
+    """
+    pipe = load(folder, distributed=True, dp=2)
+    assert isinstance(pipe, DistributedPipeline)
+    torch.manual_seed(pipe._ranks.rank)
+    model, plain = splice(Branching().double(), pipe), Branching().double()
+    plain.load_state_dict(everything(pipe))
+    for each in (model, plain):
+        each.eval()  # a batch norm's mean is over a micro-batch
+    runner = Runner(4, around=model.parameters())
+
+    def closure(x: Tensor) -> None:
+        (model(x).pow(2).mean() * runner.share).backward()
+
+    x = BODY.inputs(sum(rows))[0].abs()
+    with torch.no_grad():
+        for parameter in (*model.embed.parameters(), *plain.embed.parameters()):
+            parameter.abs_()  # so that all micro-batches take the same branch
+    for _ in range(2):
+        runner.step(closure, x.split(list(rows))[pipe._ranks.replica])
+        plain(x).pow(2).mean().backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    assert toys.same(pipe.clip_grad_norm_(0.1, around=model.parameters()), norm)
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert toys.same(parameter.grad, gradients[name]), name
+    return "equal"
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that replicas share out."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -152,6 +152,12 @@ def test_closures_around_replicas_are_the_program_on_all_their_rows(
     assert four.run(closure_jobs.replicated, tmp_path, rows, settings) == EQUAL * 2
 
 
+@pytest.mark.parametrize("rows", [(5, 5), (8, 3)], ids=str)
+def test_a_model_around_replicas_of_a_part_is_the_plain_one_on_all_their_rows(four, tmp_path, rows):
+    write_part(tmp_path, 4)
+    assert four.run(closure_jobs.replicated_splice, tmp_path, rows) == EQUAL * 2
+
+
 def test_closures_around_replicas_name_what_is_around_and_weigh_late(four, tmp_path):
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
     for unnamed, early in four.run(closure_jobs.replicated_wrongly, tmp_path):

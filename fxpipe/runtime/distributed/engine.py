@@ -248,7 +248,9 @@ class RankEngine(Pipeline):
         self._ranks.progress.begin("step of closures")
         if self._weights.replicas is None:
             return super()._beside_replicas(rows, around)
-        held = set(self.parameters())
+        # Of a part it holds what stands around too, which no stage sums.
+        first, outside = first_names(self._manifest), names_around(self._manifest)
+        held = {t for name, t in self.named_parameters() if first[name] not in outside}
         others = None if around is None else [t for t in dict.fromkeys(around) if t not in held]
         return rank_visits.beside_replicas(self._ranks, self._weights.replicas, rows, others)
 
