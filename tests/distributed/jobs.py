@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from fxpipe import checkpoint
 from fxpipe.errors import InputError, StageError, WeightsError
-from fxpipe.runtime import load, stream
+from fxpipe.runtime import Runner, load, stream
 from fxpipe.runtime.distributed import dtensors, ranks, replicas
 from fxpipe.runtime.distributed.pipeline import DistributedPipeline
 from fxpipe.runtime.random import microbatch_seeds
@@ -295,6 +295,41 @@ def shares(folder: Path, path: Path) -> tuple[dict[str, int], str]:
     except InputError as error:
         return {name: p.to_local().numel() for name, p in pipe.named_parameters()}, str(error)
     raise AssertionError("dtypes changed")
+
+
+def hooks_on_shares(folder: Path) -> tuple[dict[str, str], dict[str, list[int]]]:
+    """The errors of steps in which one replica's tied weight has a hook; a right one follows each.
+
+    Then how often hooks of the others ran in two steps.
+    """
+    _, pipe = pair(folder, toys.TIED, dp=2, fully_shard=True)
+    inputs = toys.TIED.inputs()
+    runner = Runner(3, around=())
+    tied, *others = pipe.named_parameters()
+
+    def step() -> None:
+        pipe.step(*inputs, loss_fn=toys.mean_loss)
+
+    def closures() -> None:
+        runner.step(lambda x: (pipe(x).mean() * runner.share).backward(), *inputs)
+
+    errors = {}
+    for register in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
+        for run in (step, closures):
+            hook = register(tied[1], lambda _: None) if pipe._ranks.replica else None
+            try:
+                run()
+            except InputError as error:
+                errors[f"{register.__name__}, {run.__name__}"] = str(error)
+            if hook is not None:
+                hook.remove()
+            run()
+    ran: dict[str, list[int]] = {name: [] for name, _ in others}
+    for name, parameter in others:
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: ran[name].append(1))
+    step()
+    step()
+    return errors, ran
 
 
 def training(folder: Path, name: str, m: int) -> str:

@@ -75,6 +75,20 @@ def test_what_is_gathered_twice_in_a_step_gets_one_gradient(two, tmp_path):
     assert found[0]["a.weight"] == other[0]["a.weight"] == 24
 
 
+def test_a_hook_that_would_not_run_on_a_share_is_refused(four, tmp_path):
+    """But a post-accumulate hook runs, on what no other rank of the replica holds."""
+    toys.write(tmp_path, toys.TIED, 3, devices=(0, 1, 1))
+    found = four.run(jobs.hooks_on_shares, tmp_path)
+    for errors, _ in found:
+        assert errors == found[0][0]
+        assert len(errors) == 4
+        for error in errors.values():
+            for line, rank in zip(error.splitlines(), (2, 3), strict=True):
+                assert line.startswith(f"rank {rank}: embed.weight has a hook, which would not run")
+    ran = {"mid.weight": [1, 1], "mid.bias": [1, 1]}
+    assert [ran for _, ran in found] == [{}, ran, {}, ran]
+
+
 def test_ranks_need_no_mesh_that_carries_what_is_on_the_cpu(two, tmp_path):
     """A caller's `init_process_group("nccl")` is for GPUs alone."""
     toys.write(tmp_path, toys.SCALED, 2, "1f1b", devices=(0, 0))

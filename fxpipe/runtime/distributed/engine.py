@@ -142,6 +142,10 @@ class RankEngine(Pipeline):
         super()._refuse_inside()
         refuse_within_row()
 
+    def _refuse_hooks(self) -> None:
+        super()._refuse_hooks()
+        self._weights.refuse_hooks(self)
+
     def _owned(self) -> dict[str, Tensor]:
         owners = {name: ranks[0] for name, ranks in holders(self._manifest).items()}
         held = super()._owned().items()
@@ -252,7 +256,10 @@ class RankEngine(Pipeline):
         first, outside = first_names(self._manifest), names_around(self._manifest)
         held = {t for name, t in self.named_parameters() if first[name] not in outside}
         others = None if around is None else [t for t in dict.fromkeys(around) if t not in held]
-        return rank_visits.beside_replicas(self._ranks, self._weights.replicas, rows, others)
+        refuse = partial(self._weights.refuse_hooks, self)
+        return rank_visits.beside_replicas(
+            self._ranks, self._weights.replicas, rows, others, refuse
+        )
 
     def _new_visits(self, first: Visit, m: int) -> ReplicatedCall:
         return rank_visits.begin(self, first, m)

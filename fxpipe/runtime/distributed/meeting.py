@@ -137,9 +137,7 @@ def agreed(words: Sequence[Word], size: int) -> list[Given]:
 
     Replicas' batches may differ in size. Raises InputError, alike on all.
     """
-    problems = [f"rank {rank}: {w.problem}" for rank, w in enumerate(words) if w.problem]
-    if problems:
-        raise InputError("\n".join(problems))
+    refuse_problems([word.problem for word in words])
     for rank, word in enumerate(words):
         for found, first in [
             (f"was called {word.what}", words[0].what),
@@ -158,6 +156,13 @@ def agreed(words: Sequence[Word], size: int) -> list[Given]:
                 "batches may differ in size alone"
             )
     return replicas
+
+
+def refuse_problems(problems: Sequence[str | None]) -> None:
+    """Raise InputError if a rank, in order, has one."""
+    found = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+    if found:
+        raise InputError("\n".join(found))
 
 
 def _given(words: Sequence[Word], first: int) -> Given:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fxpipe.errors import InputError
 from fxpipe.runtime import microbatch
 from fxpipe.runtime.distributed.exchange import Exchange
-from fxpipe.runtime.distributed.meeting import Given, Word, agreed
+from fxpipe.runtime.distributed.meeting import Given, Word, agreed, refuse_problems
 from fxpipe.runtime.distributed.overflow import spread_overflow, watched_scalers
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.distributed.replicas import Replicas
@@ -38,12 +38,17 @@ if TYPE_CHECKING:
 
 @contextmanager
 def beside_replicas(
-    ranks: Ranks, replicas: Replicas, rows: int, around: Sequence[Tensor] | None
+    ranks: Ranks,
+    replicas: Replicas,
+    rows: int,
+    around: Sequence[Tensor] | None,
+    refuse: Callable[[], None],
 ) -> Iterator[float]:
     """Gives the share of this replica's `rows` in all replicas' rows.
 
     When the block ends, its gradients of `around`, which all ranks of a replica have alike, are
-    summed over the replicas. Raises InputError, alike on all ranks, if that is None.
+    summed over the replicas. Raises InputError, alike on all ranks, if that is None, or if
+    `refuse` does on one.
     """
     if around is None:
         raise InputError(
@@ -51,10 +56,16 @@ def beside_replicas(
             "whose gradients are summed over them too, as Runner(m, around=head.parameters()); "
             "() if there are none"
         )
+    problem = None
     with ranks.telling():
-        found = ranks.gather_world(rows)[:: ranks.size]  # each replica's first rank's
+        try:
+            refuse()
+        except InputError as error:
+            problem = str(error)
+        found = ranks.gather_world((rows, problem))
+    refuse_problems([each for _, each in found])
     with replicas.summed(around):
-        yield rows / sum(found)
+        yield rows / sum(n for n, _ in found[:: ranks.size])  # each replica's first rank's
 
 
 def begin(pipe: "RankEngine", first: Visit, m: int) -> ReplicatedCall:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.errors import InputError
+from fxpipe.runtime.distributed.dtensors import is_cut
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.distributed.replicas import Replicas
 from fxpipe.runtime.distributed.shards import Shards
@@ -66,6 +67,25 @@ class RankWeights:
                     stack.enter_context(self.replicas.collected(parameters))
                 stack.enter_context(self._shared.collected(parameters))
             yield
+
+    def refuse_hooks(self, module: nn.Module) -> None:
+        """Raise InputError if a share in `module` has a hook: no backward ends in one.
+
+        Once a gradient is summed over the replicas, FSDP runs the post-accumulate hooks of what is
+        cut; of a tie the other ranks' gradients are still to come.
+        """
+        if self.shards is None:
+            return
+        tied = {each.name for each in self._shared.shared}
+        for name, parameter in module.named_parameters():
+            accumulates = getattr(parameter, "_post_accumulate_grad_hooks", None)
+            runs = is_cut(parameter) and self._first[name] not in tied
+            if parameter._backward_hooks or (accumulates and not runs):
+                raise InputError(
+                    f"{name} has a hook, which would not run on its whole gradient, as that comes "
+                    "to shares of it on the replicas: change its .grad after step, or load without "
+                    "fully_shard"
+                )
 
     def refuse_other_dtypes(
         self, fn: Callable[[Tensor], Tensor], parameters: Sequence[Tensor]
