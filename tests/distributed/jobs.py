@@ -113,7 +113,8 @@ def replicated(
     random = name == "noisy"
     for rows in batches:
         first, *unbatched = toy.inputs(sum(rows))
-        pieces = [(piece, *unbatched) for piece in first.split(list(rows))]
+        prompts, mine = ([t.clone().requires_grad_() for t in unbatched] for _ in range(2))
+        pieces = [(piece, *prompts) for piece in first.split(list(rows))]
         shares = [n / sum(rows) for n in rows]
         expected, drawn = torch.zeros((), dtype=torch.float64), 0
         for share, each, piece, n in zip(shares, plain, pieces, rows, strict=True):
@@ -122,9 +123,11 @@ def replicated(
             drawn += min(m, n)
             expected += share * toys.plain_step(toy, each, piece, min(m, n), random, share)
         torch.manual_seed(3)
-        inputs = pieces[pipe._ranks.replica]
-        found = pipe.step(*own(pipe, inputs, False), loss_fn=toys.mean_loss)
+        inputs = own(pipe, (pieces[pipe._ranks.replica][0], *mine), False)
+        found = pipe.step(*inputs, loss_fn=toys.mean_loss)
         assert toys.same(found, expected), (rows, found, expected)
+        for prompt, its in zip(inputs[1:], prompts, strict=False):
+            assert toys.same(prompt.grad, its.grad)
     for parameters in zip(*(each.parameters() for each in plain), strict=True):
         if parameters[0].grad is not None:
             parameters[0].grad = torch.stack([p.grad for p in parameters]).sum(0)

@@ -95,10 +95,12 @@ class DistributedPipeline(RankEngine):
                 step, objective = self._new_step(call, rows, meeting.batch, target, alone, scaler)
                 with self._collected():
                     self._run_row(step, call, meeting, backward=True)
-                if any(meeting.given.gradients):
+                wanted = {k for k, wants in enumerate(meeting.given.gradients) if wants}
+                if wanted:
                     found = self._input_gradients(step, inputs, rows)
+                    shared = {k for k in wanted if not self._manifest.inputs[k].batched}
                     with without_autocast():
-                        give_gradients(inputs, found, self._ranks, self._transport)
+                        give_gradients(inputs, found, shared, self._ranks, self._transport)
                 if scaler is not None and scaled:
                     share_overflow(scaler, [*self.parameters()], self._ranks)
                 loss = objective.loss() if self.is_last else None

@@ -1,6 +1,6 @@
 """What every rank gets at a step's end: its loss, and the gradients of its inputs."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -14,13 +14,22 @@ from fxpipe.runtime.portal import add_gradients
 def give_gradients(
     inputs: Sequence[Tensor | None],
     found: list[Tensor | None],
+    shared: Collection[int],
     ranks: Ranks,
     transport: Transport,
 ) -> None:
-    """Give each input the sum of what the stages of all ranks that read it `found`."""
+    """Give each input the sum of what the stages of all ranks that read it `found`.
+
+    Of those whose numbers are in `shared` all replicas have the same one.
+    """
     everywhere = transport.gather(ranks.gather, found)
-    for k, tensor in enumerate(inputs):
-        total = add_gradients([part[k] for part in everywhere])
+    totals = [add_gradients([part[k] for part in everywhere]) for k in range(len(inputs))]
+    if shared and ranks.dp > 1:
+        own = [total if k in shared else None for k, total in enumerate(totals)]
+        replicas = transport.gather(ranks.gather_world, own)[:: ranks.size]
+        for k in shared:
+            totals[k] = add_gradients([part[k] for part in replicas])
+    for tensor, total in zip(inputs, totals, strict=True):
         if tensor is not None and total is not None:
             torch.autograd.backward([tensor], [total])
 
