@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxpipe.runtime import Runner, load, splice
+from fxpipe.runtime.distributed.dtensors import local, share_of
 from fxpipe.runtime.distributed.pipeline import DistributedPipeline
 from fxpipe.runtime.random import microbatch_seeds
 
@@ -66,6 +67,41 @@ def error_of(call: Callable[[], object]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"
+
+
+def differing_weights(folder: Path, settings: dict[str, Any]) -> dict[str, set[str]]:
+    """Whose weights a rank has in calls before which each has loaded those of a model of its own.
+
+    Of a share, whose parts are of several models, it is those of the part that is here.
+    """
+    toy = toys.TIED
+    pipe = load(folder, distributed=True, **settings)
+    assert isinstance(pipe, DistributedPipeline)
+    x, runner = toy.inputs()[0], Runner(3, around=())
+    models = []
+    for seed in range(pipe._ranks.world_size):
+        torch.manual_seed(seed)
+        models.append(toy.model().double().state_dict())
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            pipe(x)
+
+    def step() -> None:
+        pipe.step(x, loss_fn=toys.mean_loss)
+
+    def closures() -> None:
+        runner.step(lambda x: (pipe(x).mean() * runner.share).backward(), x)
+
+    found: dict[str, set[str]] = {}
+    for run in (step, evaluate, closures, step):
+        pipe.load_state_dict(models[pipe._ranks.world_rank])
+        run()
+        for name, tensor in pipe.state_dict().items():
+            own = [local(share_of(tensor, model[name])) for model in models]
+            of = [str(k) for k, other in enumerate(own) if toys.same(local(tensor), other)]
+            found.setdefault(name, set()).add(" ".join(of))
+    return found
 
 
 def without_gradients(folder: Path) -> str:
@@ -272,6 +308,13 @@ def replicated(folder: Path, rows: Sequence[int], settings: dict[str, Any]) -> s
     return "equal"
 
 
+def equal_over_replicas(pipe: DistributedPipeline) -> bool:
+    """Whether this rank's state is that of the rank in the first replica."""
+    states = pipe._ranks.gather_world(pipe.state_dict())
+    own, first = (states[rank] for rank in (pipe._ranks.world_rank, pipe._ranks.rank))
+    return all(map(toys.same, own.values(), first.values()))
+
+
 def replicated_splice(folder: Path, rows: Sequence[int]) -> str:
     """Two replicas of a model around a part of it are the plain one on all their rows.
 
@@ -279,8 +322,9 @@ def replicated_splice(folder: Path, rows: Sequence[int]) -> str:
     """
     pipe = load(folder, distributed=True, dp=2)
     assert isinstance(pipe, DistributedPipeline)
-    torch.manual_seed(pipe._ranks.rank)
+    torch.manual_seed(pipe._ranks.world_rank)
     model, plain = splice(Branching().double(), pipe), Branching().double()
+    assert equal_over_replicas(pipe)
     plain.load_state_dict(everything(pipe))
     for each in (model, plain):
         each.eval()  # a batch norm's mean is over a micro-batch

@@ -158,6 +158,19 @@ def test_a_model_around_replicas_of_a_part_is_the_plain_one_on_all_their_rows(fo
     assert four.run(closure_jobs.replicated_splice, tmp_path, rows) == EQUAL * 2
 
 
+@pytest.mark.parametrize("settings", [{}, {"dp": 2}, {"dp": 2, "fully_shard": True}], ids=str)
+def test_what_several_ranks_hold_is_the_firsts_where_each_loads_other_weights(
+    two, four, tmp_path, settings
+):
+    toys.write(tmp_path, toys.TIED, 3, devices=(0, 1, 1))
+    found = (four if settings else two).run(closure_jobs.differing_weights, tmp_path, settings)
+    for rank, whose in enumerate(found):
+        replica = rank // 2 if "fully_shard" in settings else 0
+        first, second = {str(2 * replica)}, {str(2 * replica + 1)}
+        mid = {"mid.weight": second, "mid.bias": second} if rank % 2 else {}
+        assert whose == {"embed.weight": first, "head.weight": first, **mid}
+
+
 def test_closures_around_replicas_name_what_is_around_and_weigh_late(four, tmp_path):
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
     for unnamed, early in four.run(closure_jobs.replicated_wrongly, tmp_path):

@@ -5,10 +5,10 @@ It computes the same on each, from equal values; so gradients are equal, and nob
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.errors import InputError
+from fxpipe.runtime.distributed.dtensors import broadcast
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.manifest import Manifest
 
@@ -53,7 +53,7 @@ def equalize_around(tensors: Sequence[Tensor], ranks: Ranks) -> None:
 
     def collective() -> None:
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), group=ranks.world_group, group_src=0)
+            broadcast(tensor, ranks.world_group, 0)
 
     with ranks.telling():
         ranks.together(collective)

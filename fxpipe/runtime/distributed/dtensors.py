@@ -1,8 +1,10 @@
 """Tensors of which a process may hold a share: what of them is here."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import empty as empty_dtensor
@@ -42,6 +44,14 @@ def shared_like(held: Tensor, part: Tensor) -> Tensor:
     return DTensor.from_local(
         part, mesh, placements, run_check=False, shape=held.shape, stride=stride
     )
+
+
+def broadcast(tensor: Tensor, group: Any, source: int) -> None:
+    """Give what is here of a tensor the values that member `source` of `group` has."""
+    here = local(tensor.detach())
+    values = here.contiguous()  # gloo sends memory as it lies, and takes it so
+    dist.broadcast(values, group=group, group_src=source)
+    here.copy_(values)
 
 
 def empty_beside(parameter: Tensor | None, size: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -84,6 +84,7 @@ class RankEngine(Pipeline):
         self._entry = Entry(manifest, ranks)
         self._row = RankRow(ranks, self._weights)
         self._layouts: dict[object, Layouts] = {}
+        self._may_differ = False  # what several ranks hold, since each loaded what it was given
         # Whether a forward leaves nothing behind, so that one may begin before all ranks agree.
         self._early = not any(stage.spec.random for stage in stages) and not any(
             stage.spec.mutated_buffers for stage in own
@@ -94,6 +95,7 @@ class RankEngine(Pipeline):
         """Give what several ranks hold the values that the first of them has."""
         held = [*self.parameters(), *self.buffers()]
         self._weights.equalize(self._state.parameters(self), held)
+        self._may_differ = False
 
     def shard(self) -> None:
         """Share parameters out over the replicas, which are equal: each holds its part alone."""
@@ -135,6 +137,10 @@ class RankEngine(Pipeline):
         if self._weights.shards is not None:
             self._weights.shards.renew()
 
+    def _loaded(self) -> None:
+        super()._loaded()
+        self._may_differ = True
+
     def _part(self, held: Tensor, given: Tensor) -> Tensor:
         return share_of(held, given)
 
@@ -167,12 +173,16 @@ class RankEngine(Pipeline):
         readers, specs = self._wires[self.training].readers, self._manifest.inputs
         read = {k for k, spec in enumerate(specs) if readers.get(Wire(CALLER, spec.value))}
         refuse = self._refuse_hooks if backward else None
-        early = self._early
-        return self._entry.meet(what, self, read, args, kwargs, *kind, early=early, refuse=refuse)
+        early, loaded = self._early, self._may_differ
+        return self._entry.meet(
+            what, self, read, args, kwargs, *kind, early=early, refuse=refuse, loaded=loaded
+        )
 
     def _enter(
         self, inputs: Sequence[Tensor | None], meeting: Meeting
     ) -> tuple[Sequence[int], Call]:
+        if meeting.loaded:
+            self.equalize()
         rows = meeting.given.rows
         call = self._new_call(len(rows))
         # All ranks draw for all, so that their generators go on alike; the first stage's count.
@@ -237,6 +247,8 @@ class RankEngine(Pipeline):
         self._ranks.fail(error)
 
     def _spliced(self) -> None:
+        with self._ranks.telling():
+            self.equalize()
         first, around = first_names(self._manifest), names_around(self._manifest)
         kinds = {spec.name: spec.kind for spec in self._manifest.state}
         state = chain(self.named_parameters(), self.named_buffers())
@@ -256,10 +268,7 @@ class RankEngine(Pipeline):
         first, outside = first_names(self._manifest), names_around(self._manifest)
         held = {t for name, t in self.named_parameters() if first[name] not in outside}
         others = None if around is None else [t for t in dict.fromkeys(around) if t not in held]
-        refuse = partial(self._weights.refuse_hooks, self)
-        return rank_visits.beside_replicas(
-            self._ranks, self._weights.replicas, rows, others, refuse
-        )
+        return rank_visits.beside_replicas(self, self._weights.replicas, rows, others)
 
     def _new_visits(self, first: Visit, m: int) -> ReplicatedCall:
         return rank_visits.begin(self, first, m)

@@ -29,12 +29,14 @@ T = TypeVar("T")
 class Meeting:
     """What all ranks know of a call: each replica's inputs, and what else it may depend on.
 
-    `given` are those of this one. With `telling` it is what all knew of the last such call.
+    `given` are those of this one. With `loaded` weights were loaded on a rank before it. With
+    `telling` it is what all knew of the last such call.
     """
 
     replicas: Sequence[Given]
     given: Given
     kind: tuple[object, ...]
+    loaded: bool
     telling: Telling | None = None
 
     def confirm(self, check: Callable[[], None]) -> None:
@@ -79,12 +81,13 @@ class Entry:
         *kind: object,
         early: bool,
         refuse: Callable[[], None] | None,
+        loaded: bool,
     ) -> tuple[list[Tensor | None], Meeting]:
         """This rank's inputs, of which its stages `read` some, and what all agree on.
 
         `kind` is what else messages may depend on, but for their shapes. With `early` it may be
-        what all agreed on when this rank was last called so. Raises InputError, alike on all if
-        `refuse` does on one.
+        what all agreed on when this rank was last called so. `loaded` says whether this rank was
+        given weights since the last call. Raises InputError, alike on all if `refuse` does on one.
         """
         inputs: list[Tensor | None] = []
         given, problem = None, None
@@ -100,11 +103,12 @@ class Entry:
             parameters = tuple((p.dtype, p.requires_grad, p.stride()) for p in module.parameters())
             own = (_digest(parameters), *map(_order, inputs), *kind)
             requires = self.trained_and_frozen(module)
-            word = Word(what, module.training, autocast, given, problem, own, *requires)
+            word = Word(what, module.training, autocast, given, problem, own, *requires, loaded)
             telling = self._words.begin(word)
-        if early and telling.likely is not None:
+        likely = telling.likely
+        if early and likely is not None and not any(each.loaded for each in likely):
             with suppress(InputError):  # it was one then: what is it now?
-                return inputs, self._met(telling.likely, telling)
+                return inputs, self._met(likely, telling)
         return inputs, self._settled(telling)
 
     def trained_and_frozen(self, module: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
@@ -138,7 +142,8 @@ class Entry:
         called = (own.what, own.training, own.autocast)
         inputs = (len(found.rows), found.dtypes, found.gradients)
         kind = (*called, *inputs, *(word.kind for word in words))
-        return Meeting(replicas, found, kind, telling)
+        loaded = any(word.loaded for word in words)
+        return Meeting(replicas, found, kind, loaded, telling)
 
     def _given(
         self, args: Sequence[object], kwargs: Mapping[str, object], read: Set[int]

@@ -62,7 +62,8 @@ class Word:
     """A rank's call: by `what` it was made, its mode, its inputs, or why it can't go on.
 
     `kind` is all else that dtypes and gradients of what ranks send each other may depend on. Of the
-    parameters that other ranks hold too, it has `trained` and `frozen` ones, by their first names.
+    parameters that other ranks hold too, it has `trained` and `frozen` ones, by their first names;
+    they may differ from the others' where it has `loaded` weights since the last call.
     """
 
     what: str
@@ -73,6 +74,7 @@ class Word:
     kind: object
     trained: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
+    loaded: bool = False
 
 
 class Telling:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxpipe.errors import InputError
+from fxpipe.runtime.distributed.dtensors import broadcast
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.nodes import nodes_below
@@ -73,7 +74,7 @@ class Replicas:
 
         def collective() -> None:
             for tensor in tensors:
-                dist.broadcast(tensor.detach(), group=self._ranks.replica_group, group_src=0)
+                broadcast(tensor, self._ranks.replica_group, 0)
 
         self._ranks.together(collective)
 

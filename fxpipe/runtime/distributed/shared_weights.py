@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxpipe.runtime.distributed.around import names_around
-from fxpipe.runtime.distributed.dtensors import local, shared_like
+from fxpipe.runtime.distributed.dtensors import broadcast, local, shared_like
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.portal import add_gradients
@@ -106,8 +106,7 @@ class SharedWeights:
     def equalize(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Give all holders the owner's values."""
         for each in self.shared:
-            broadcast = partial(dist.broadcast, group=each.group, group_src=each.owner)
-            self._ranks.together(partial(broadcast, parameters[each.name].detach()))
+            self._ranks.together(partial(broadcast, parameters[each.name], each.group, each.owner))
 
     @contextmanager
     def collected(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:

@@ -38,18 +38,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def beside_replicas(
-    ranks: Ranks,
-    replicas: Replicas,
-    rows: int,
-    around: Sequence[Tensor] | None,
-    refuse: Callable[[], None],
+    pipe: "RankEngine", replicas: Replicas, rows: int, around: Sequence[Tensor] | None
 ) -> Iterator[float]:
     """Gives the share of this replica's `rows` in all replicas' rows.
 
     When the block ends, its gradients of `around`, which all ranks of a replica have alike, are
     summed over the replicas. Raises InputError, alike on all ranks, if that is None, or if
-    `refuse` does on one.
+    `refuse_hooks` does on one.
     """
+    ranks = pipe._ranks
     if around is None:
         raise InputError(
             f"closures around {ranks.dp} replicas of a pipeline: name the parameters around it, "
@@ -59,13 +56,14 @@ def beside_replicas(
     problem = None
     with ranks.telling():
         try:
-            refuse()
+            pipe._weights.refuse_hooks(pipe)
         except InputError as error:
             problem = str(error)
-        found = ranks.gather_world((rows, problem))
-    refuse_problems([each for _, each in found])
+        found = ranks.gather_world((rows, problem, pipe._may_differ))
+    refuse_problems([each for _, each, _ in found])
+    _equalize_if(any(differs for *_, differs in found), pipe)
     with replicas.summed(around):
-        yield rows / sum(n for n, _ in found[:: ranks.size])  # each replica's first rank's
+        yield rows / sum(n for n, *_ in found[:: ranks.size])  # each replica's first rank's
 
 
 def begin(pipe: "RankEngine", first: Visit, m: int) -> ReplicatedCall:
@@ -84,15 +82,23 @@ def begin(pipe: "RankEngine", first: Visit, m: int) -> ReplicatedCall:
     what = f"with {m} closures" if grad else f"with {m} closures without gradients"
     with ranks.telling():
         autocast, requires = first.ambient.autocast_text, pipe._entry.trained_and_frozen(pipe)
-        word = Word(what, pipe.training, autocast, given, None, None, *requires)
+        word = Word(what, pipe.training, autocast, given, None, None, *requires, pipe._may_differ)
         found = ranks.gather((word, numbers_of(sampled(0, first.piece))))
     agreed([word for word, _ in found], ranks.size)
     refuse_differing([samples for _, samples in found])
+    _equalize_if(any(word.loaded for word, _ in found), pipe)
     rows = pipe._plan.rows(m, pipe.training, grad, everywhere=True)
     wires = pipe._plan.wires(pipe.training)
     elsewhere = [j for j, home in enumerate(pipe._homes[:-1]) if home != ranks.rank]
     links = pipe._new_links(m)
     return ReplicatedCall(pipe._everywhere, wires, links, m, elsewhere, rows[ranks.rank])
+
+
+def _equalize_if(loaded: bool, pipe: "RankEngine") -> None:
+    """Give what several ranks hold one value, if weights were `loaded` on a rank."""
+    if loaded:
+        with pipe._ranks.telling():
+            pipe.equalize()
 
 
 def run(

@@ -47,7 +47,7 @@ class RankWeights:
     def equalize(self, parameters: Mapping[str, nn.Parameter], held: Sequence[Tensor]) -> None:
         """Give what several ranks hold, of all that is `held`, the values of the first of them."""
         if self.replicas is not None:
-            self.replicas.equalize(held)
+            self.replicas.equalize([tensor for tensor in held if not is_cut(tensor)])
         self._shared.equalize(parameters)
 
     def shard(self, mesh: DeviceMesh) -> Mapping[str, nn.Parameter]:

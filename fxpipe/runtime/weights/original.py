@@ -97,7 +97,7 @@ class Original(nn.Module):
         }
         result = super().load_state_dict(parts, strict, assign)
         self._extra |= extra
-        self._bind()
+        self._loaded()
         return result
 
     def load_weights(self, path: str | Path, strict: bool = True) -> None:
@@ -116,7 +116,7 @@ class Original(nn.Module):
             targets = {keys[name]: tensors[name] for name in keys if name in tensors}
             for key, tensor in targets.items():
                 tensor.copy_(self._part(tensor, files.read(key)))
-        self._bind()
+        self._loaded()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Refuse to move; change dtypes of stages and tree alike."""
@@ -143,6 +143,10 @@ class Original(nn.Module):
     def _bind(self) -> None:
         """After tensors were replaced: the stages compute with those that stand in the tree."""
         self._state.bind(self)
+
+    def _loaded(self) -> None:
+        """After weights were loaded: the stages compute with them."""
+        self._bind()
 
     def _part(self, held: Tensor, given: Tensor) -> Tensor:
         """What this process has of a tensor that was `given`, as it has `held`."""
