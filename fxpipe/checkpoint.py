@@ -36,6 +36,7 @@ from fxpipe.optimizer_state import (
 from fxpipe.outputs import filled_for, is_free, standing, whole_folder
 from fxpipe.runtime.distributed.pipeline import DistributedPipeline
 from fxpipe.runtime.distributed.ranks import Ranks
+from fxpipe.runtime.splicing import spliced_into
 from fxpipe.runtime.weights import check as weights
 from fxpipe.runtime.weights.original import Original, is_added
 
@@ -124,6 +125,12 @@ def _begin(pipe: nn.Module, work: str) -> Ranks | None:
             raise WeightsError(
                 "this process holds a part of the model's weights, others the rest: save its "
                 "state_dict() with torch.distributed.checkpoint, by all of them together"
+            )
+        if any(isinstance(each, DistributedPipeline) for each in spliced_into(pipe)):
+            raise WeightsError(
+                "a pipeline over processes runs a part of the model, and each process has some of "
+                f"its weights: call {work}(path, pipe, optimizer) with the pipeline, which has "
+                "those around it too"
             )
         return None
     pipe._ranks.progress.begin(work)

@@ -57,14 +57,25 @@ def splice(model: nn.Module, pipe: Pipeline) -> nn.Module:
         follow_modes(pipe, model)
         return pipe(**given)
 
-    stand_in(modules, part, call)
+    stand_in(modules, part, call, pipe)
     return model
 
 
-def stand_in(modules: Sequence[nn.Module], part: PartSpec, call: Callable[..., Any]) -> None:
-    """Let `call` compute what `modules` do, from what goes into the first one on."""
+def spliced_into(model: nn.Module) -> list[Pipeline]:
+    """The pipelines that run parts of `model`."""
+    stands = [module.__dict__.get("forward") for module in model.modules()]
+    return [s.pipe for s in stands if isinstance(s, _Stand) and s.pipe is not None]
+
+
+def stand_in(
+    modules: Sequence[nn.Module],
+    part: PartSpec,
+    call: Callable[..., Any],
+    pipe: Pipeline | None = None,
+) -> None:
+    """Let `call`, which runs `pipe`, compute what `modules` do, from what goes into the first."""
     for k, module in enumerate(modules):
-        module.forward = _Stand(module, part, k, call)
+        module.forward = _Stand(module, part, k, call, pipe)
 
 
 class ReadError(InputError):
@@ -117,12 +128,20 @@ class _Pending:
 class _Stand:
     """The forward of module `k` of the part."""
 
-    def __init__(self, module: nn.Module, part: PartSpec, k: int, call: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        part: PartSpec,
+        k: int,
+        call: Callable[..., Any],
+        pipe: Pipeline | None,
+    ) -> None:
         original: Callable[..., Any] = type(module).forward
         self._parameters = inspect.signature(original.__get__(module))
         self._part = part
         self._k = k
         self._call = call
+        self.pipe = pipe
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The part's output from its last module; before, something that only the next can use."""

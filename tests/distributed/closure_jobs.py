@@ -3,6 +3,7 @@
 import copy
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from programs import Program, plain
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fxpipe import checkpoint
 from fxpipe.runtime import Runner, load, splice
 from fxpipe.runtime.distributed.dtensors import local, share_of
 from fxpipe.runtime.distributed.pipeline import DistributedPipeline
@@ -260,6 +262,21 @@ def spliced(folder: Path, m: int) -> str:
     with torch.no_grad():
         assert toys.same(model(x), plain(x))
     return "equal"
+
+
+def spliced_checkpoint(folder: Path, path: Path) -> list[str]:
+    """The errors of a checkpoint of the model around a part; that of the pipeline has it all."""
+    pipe = load(folder, distributed=True)
+    model = splice(Branching().double(), pipe)
+    optimizer = torch.optim.AdamW(model.parameters())
+    calls = (checkpoint.save, checkpoint.load)
+    found = [error_of(partial(call, path, model)) for call in calls]
+    checkpoint.save(path, pipe, optimizer)
+    plain = Branching().double()
+    checkpoint.load(path, plain)
+    values = plain.state_dict()
+    assert all(toys.same(tensor, values[name]) for name, tensor in model.state_dict().items())
+    return found
 
 
 def clipped(folder: Path) -> str:

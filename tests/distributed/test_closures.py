@@ -120,6 +120,13 @@ def test_a_model_runs_on_every_rank_around_a_part_of_it(two, tmp_path):
     assert two.run(closure_jobs.spliced, tmp_path, 4) == EQUAL
 
 
+def test_a_checkpoint_is_of_the_pipeline_and_not_of_the_model_around_it(two, tmp_path):
+    write_part(tmp_path, 4)
+    saved, loaded = two.run(closure_jobs.spliced_checkpoint, tmp_path, tmp_path / "last")[0]
+    assert "call checkpoint.save(path, pipe, optimizer) with the pipeline, which has those" in saved
+    assert "call checkpoint.load(path, pipe, optimizer) with the pipeline, which has" in loaded
+
+
 def test_a_norm_over_stages_and_what_stands_around_them(two, tmp_path):
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
     assert two.run(closure_jobs.clipped, tmp_path) == EQUAL
