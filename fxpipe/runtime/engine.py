@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
@@ -119,8 +120,10 @@ class Engine(Original):
         if self._workers is not None and self._workers.lanes.are_here:
             self._workers.lanes.refuse_inside()
 
-    def _refuse_hooks(self) -> None:
-        """Raise InputError if the pipeline itself has hooks, which only a call of it runs."""
+    def _refuse_step(self) -> None:
+        """Raise InputError without gradients, and for hooks of the pipeline, which calls run."""
+        if not torch.is_grad_enabled():
+            raise InputError("step computes gradients: call it outside of torch.no_grad()")
         for kind in ("forward_pre", "forward", "backward_pre", "backward"):
             if getattr(self, f"_{kind}_hooks"):
                 raise InputError(

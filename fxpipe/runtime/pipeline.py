@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from fxpipe.errors import InputError
 from fxpipe.runtime import microbatch, ties
 from fxpipe.runtime.ambient import without_autocast
 from fxpipe.runtime.clock import Clock
@@ -75,9 +74,7 @@ class Pipeline(Engine):
         Returns the batch's loss, without a graph. Raises what `forward` does; after an InputError
         or a StageError the gradients may hold a part of the step's.
         """
-        if not torch.is_grad_enabled():
-            raise InputError("step computes gradients: call it outside of torch.no_grad()")
-        self._refuse_hooks()
+        self._refuse_step()
         inputs = self._inputs(args, kwargs)
         eager = partial(self._step, self._run_table)
         with self._turn:

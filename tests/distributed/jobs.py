@@ -636,6 +636,13 @@ def misused(folder: Path, m: int) -> list[str]:
                 hook.remove()
 
     tried(with_a_hook)
+
+    def with_gradients_on(here: bool, call: Callable[[], object]) -> None:
+        with torch.set_grad_enabled(here):
+            call()
+
+    tried(lambda: with_gradients_on(first, lambda: pipe.step(x, loss_fn=toys.mean_loss)))
+    tried(lambda: with_gradients_on(first, lambda: pipe(x)))
     return found
 
 

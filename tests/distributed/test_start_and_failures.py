@@ -110,7 +110,7 @@ def test_calls_that_differ_are_refused_alike_and_the_next_goes_on(two, tmp_path)
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
     errors, others = two.run(jobs.misused, tmp_path, 4)
     assert errors == others
-    rows, shape, missing, modes, graph, scaler, hook = errors
+    rows, shape, missing, modes, graph, scaler, hook, no_grad, graph_on_one = errors
     assert "rank 0 was given inputs of batch 10" in rows
     assert "rank 1 of batch 4" in rows
     assert "rank 1: input 'x' must have shape [batch, 6]" in shape
@@ -119,6 +119,10 @@ def test_calls_that_differ_are_refused_alike_and_the_next_goes_on(two, tmp_path)
     assert "torch.no_grad()" in graph
     assert "as pipe.step(...), rank 0 as pipe.step(..., scaler=scaler): call all" in scaler
     assert "rank 0: the pipeline has a forward hook" in hook
+    assert (
+        no_grad == "InputError: rank 1: step computes gradients: call it outside of torch.no_grad()"
+    )
+    assert "InputError: rank 0: over several processes a call makes no graph" in graph_on_one
 
 
 @pytest.mark.parametrize(("devices", "dp"), [((0, 0, 1), 1), ((0, 0, 0), 2)])

@@ -148,8 +148,8 @@ class RankEngine(Pipeline):
         super()._refuse_inside()
         refuse_within_row()
 
-    def _refuse_hooks(self) -> None:
-        super()._refuse_hooks()
+    def _refuse_step(self) -> None:
+        super()._refuse_step()
         self._weights.refuse_hooks(self)
 
     def _owned(self) -> dict[str, Tensor]:
@@ -167,12 +167,11 @@ class RankEngine(Pipeline):
         args: Sequence[object],
         kwargs: Mapping[str, object],
         *kind: object,
-        backward: bool,
+        refuse: Callable[[], None],
     ) -> tuple[list[Tensor | None], Meeting]:
         refuse_transforms()
         readers, specs = self._wires[self.training].readers, self._manifest.inputs
         read = {k for k, spec in enumerate(specs) if readers.get(Wire(CALLER, spec.value))}
-        refuse = self._refuse_hooks if backward else None
         early, loaded = self._early, self._may_differ
         return self._entry.meet(
             what, self, read, args, kwargs, *kind, early=early, refuse=refuse, loaded=loaded

@@ -80,7 +80,7 @@ class Entry:
         kwargs: Mapping[str, object],
         *kind: object,
         early: bool,
-        refuse: Callable[[], None] | None,
+        refuse: Callable[[], None],
         loaded: bool,
     ) -> tuple[list[Tensor | None], Meeting]:
         """This rank's inputs, of which its stages `read` some, and what all agree on.
@@ -93,8 +93,7 @@ class Entry:
         given, problem = None, None
         with self._ranks.telling():
             try:
-                if refuse is not None:
-                    refuse()
+                refuse()
                 microbatch.refuse_other_mode(self._manifest, module.training)
                 inputs, given = self._given(args, kwargs, read)
             except InputError as error:

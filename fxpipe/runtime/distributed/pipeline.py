@@ -41,15 +41,9 @@ class DistributedPipeline(RankEngine):
         """
         if running() is not None:
             return super().forward(*args, **kwargs)
-        if torch.is_grad_enabled():
-            raise InputError(
-                "over several processes a call makes no graph: train with step() or a Runner, or "
-                "call the pipeline under torch.no_grad()"
-            )
         self._refuse_inside()
-        microbatch.refuse_unmergeable(self._manifest, self.training)
         self._ranks.progress.begin("evaluation")
-        inputs, meeting = self._meet("as pipe(...)", args, kwargs, backward=False)
+        inputs, meeting = self._meet("as pipe(...)", args, kwargs, refuse=self._refuse_call)
 
         def evaluate(meeting: Meeting) -> list[Any] | None:
             with self._ranks.telling():
@@ -80,13 +74,12 @@ class DistributedPipeline(RankEngine):
         Raises InputError, alike on all ranks, if they weren't called with the same; StageError that
         names the rank if one fails.
         """
-        if not torch.is_grad_enabled():
-            raise InputError("step computes gradients: call it outside of torch.no_grad()")
         self._refuse_inside()
         scaled = scaler is not None and scaler.is_enabled()
         self._ranks.progress.begin("step")
         what = "as pipe.step(..., scaler=scaler)" if scaled else "as pipe.step(...)"
-        inputs, meeting = self._meet(what, args, kwargs, place_of(loss_fn), backward=True)
+        refuse = self._refuse_step
+        inputs, meeting = self._meet(what, args, kwargs, place_of(loss_fn), refuse=refuse)
         alone = partial(trains_nothing, loss_fn) if self._ranks.dp > 1 else loss_fn
 
         def train(meeting: Meeting) -> Tensor:
@@ -143,6 +136,15 @@ class DistributedPipeline(RankEngine):
                 problem = error
         if problem is not None:
             raise problem
+
+    def _refuse_call(self) -> None:
+        """Raise InputError where a call would have to make a graph, or can't be put together."""
+        if torch.is_grad_enabled():
+            raise InputError(
+                "over several processes a call makes no graph: train with step() or a Runner, or "
+                "call the pipeline under torch.no_grad()"
+            )
+        microbatch.refuse_unmergeable(self._manifest, self.training)
 
     def __repr__(self) -> str:
         return f"rank {self._ranks.rank} of {self._ranks.size}: {super().__repr__()}"
