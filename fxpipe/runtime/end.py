@@ -90,9 +90,26 @@ def taken_loss(loss_fn: LossFn, output: Any, target: Any, i: int) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise InputError(
             "loss_fn must return one number with a gradient, the mean over the micro-batch's "
-            f"rows; on micro-batch {i} it returned {_described(loss)}"
+            f"rows; on micro-batch {i} it returned {_described(loss)}{_frozen(output)}"
         )
     return loss
+
+
+def _frozen(output: Any) -> str:
+    """Says so if no loss of this output could have a gradient."""
+    required: list[bool] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        required.append(tensor.requires_grad)
+        return tensor
+
+    map_tensors(note, output)
+    if not required or any(required):
+        return ""
+    return (
+        ". Nor has the output a gradient: no parameter of the pipeline that it depends on requires "
+        "one. Call requires_grad_() on what is to be trained"
+    )
 
 
 def _described(loss: object) -> str:

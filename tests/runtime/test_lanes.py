@@ -236,6 +236,13 @@ def test_an_exception_in_loss_fn_names_the_micro_batch(tmp_path):
     pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
 
 
+def test_a_step_of_what_is_all_frozen_says_so(tmp_path):
+    _, pipe = both(tmp_path, CHAIN)
+    pipe.requires_grad_(False)
+    with pytest.raises(InputError, match="no parameter of the pipeline that it depends on require"):
+        pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
+
+
 @pytest.mark.parametrize("call", ["forward", "step"])
 def test_a_call_from_within_a_step_is_refused_as_it_would_wait_for_itself(tmp_path, call):
     model, pipe = both(tmp_path, CHAIN)
