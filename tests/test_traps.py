@@ -104,10 +104,30 @@ class Regards(Base):
         return torch.cat([y[:, 3:] - target, y[:, :3]], 1) * same
 
 
+class WritesAList(Base):
+    """Of which torch counts no version where its ops are watched."""
+
+    def step(self, x):
+        h, g = self.extra(x) + 0, x + 0
+        torch._foreach_mul_([h, g], 2.0)
+        torch._foreach_add_([h], [g])
+        return h + g
+
+
 # Of a reentrant checkpoint in eval mode.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-KINDS = [Reentrant, Nested, Counts, Averages, Sparse, Autocast, StraightThrough, Regards]
+KINDS = [
+    Reentrant,
+    Nested,
+    Counts,
+    Averages,
+    Sparse,
+    Autocast,
+    StraightThrough,
+    Regards,
+    WritesAList,
+]
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])

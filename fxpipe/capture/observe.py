@@ -16,7 +16,7 @@ from fxpipe.ir import Op
 from fxpipe.memory import is_fake, storage_of
 from fxpipe.ops.interpret import MODE, Compute
 from fxpipe.runtime.manifest import Mode
-from fxpipe.runtime.promises import draws, given_by_name
+from fxpipe.runtime.promises import draws, given_by_name, writes
 
 _MODES: Mapping[bool | None, Mode] = {None: "both", True: "train", False: "eval"}
 
@@ -42,11 +42,11 @@ class Observer:
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         for tensor in given:  # an input of the graph is met here first
             self._owner.setdefault(storage_of(tensor), self._argument_name(node, tensor, args))
-        watched = list(self._watched(node, given))
+        statistics = list(self._statistics(node, given))
         with _Watch() as watch:
             result = compute(args, kwargs)
-        written = [name for name, changed in watched if changed()]
-        written += [self._owner[s] for s in watch.statistics if s in self._owner]
+        written = {name for name, changed in statistics if changed()}
+        written |= {self._owner[storage] for storage in watch.written & self._owner.keys()}
         storage = node.name
         if isinstance(result, Tensor):
             storage = self._owner.setdefault(storage_of(result), node.name)
@@ -56,7 +56,7 @@ class Observer:
             module=node.meta.get("module", ""),
             source=node.meta.get("source"),
             storage=storage,
-            mutates=tuple(sorted(set(written))),
+            mutates=tuple(sorted(written)),
             random=watch.random,
             mode=_MODES[node.meta.get(MODE)],
         )
@@ -68,24 +68,19 @@ class Observer:
                 return argument.name
         return node.all_input_nodes[0].name
 
-    def _watched(
+    def _statistics(
         self, node: fx.Node, given: list[Tensor]
     ) -> Iterator[tuple[str, Callable[[], bool]]]:
-        """(name of a storage, whether it has changed since now).
+        """(name of a buffer's storage, whether its content has changed since now).
 
-        Values by torch's version counter; buffers by their content too, if they have any, since
-        batch norm's kernels write running statistics without counting a version.
+        Batch norm's kernels write running statistics of which their schemas say nothing.
         """
         buffers = [tensor for tensor in given if storage_of(tensor) in self._buffers]
         if node.op == "call_module":
             buffers += self._modules[str(node.target)].buffers()
-            given = [*given, *self._modules[str(node.target)].parameters()]
         for tensor in buffers:
             if not is_fake(tensor):
                 yield self._owner[storage_of(tensor)], _content_changed(tensor)
-        for tensor in [*buffers, *given]:
-            if not tensor.is_inference():
-                yield self._owner[storage_of(tensor)], _version_changed(tensor)
 
 
 def _content_changed(tensor: Tensor) -> Callable[[], bool]:
@@ -93,28 +88,24 @@ def _content_changed(tensor: Tensor) -> Callable[[], bool]:
     return lambda: not torch.equal(before, tensor)
 
 
-def _version_changed(tensor: Tensor) -> Callable[[], bool]:
-    before = tensor._version
-    return lambda: tensor._version != before
-
-
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees ops that draw from torch's random generators.
+    """Sees ops that draw from torch's random generators, and the memories that they write.
 
-    And, of fake tensors, the running statistics that are written: no kernel runs that would.
+    Of fake tensors the running statistics too: no kernel runs that would.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.random = False
-        self.statistics: list[int] = []
+        self.written: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         given = given_by_name(func, args, kwargs)
         self.random |= draws(func, args, kwargs)
+        self.written |= {storage_of(tensor) for tensor in writes(func, args, kwargs)}
         if "running_mean" in given and given.get("training", True):
             held = (given["running_mean"], given["running_var"])
-            self.statistics += [storage_of(t) for t in held if t is not None and is_fake(t)]
+            self.written |= {storage_of(t) for t in held if t is not None and is_fake(t)}
         return func(*args, **(kwargs or {}))

@@ -6,13 +6,14 @@ other's numbers, and what is computed again would draw others and count twice.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fxpipe.errors import StageError
 from fxpipe.runtime.manifest import StageSpec
@@ -34,21 +35,21 @@ def forget() -> None:
 @contextmanager
 def keeping(module: nn.Module, spec: StageSpec) -> Iterator[None]:
     """The block is a forward of the stage. Raises StageError that says what plan.json lacks."""
-    before = _versions(module, spec)
-    drawn = _Draws()
-    with nullcontext() if spec.random else drawn:
+    held = dict(module.named_buffers())
+    promised = [name for name in spec.buffers if name not in spec.mutated_buffers and name in held]
+    storages = {name: held[name].untyped_storage()._cdata for name in promised}
+    with _Watch() as seen:
         yield
-    if drawn.by is not None:
+    if seen.drawn and not spec.random:
         raise StageError(
-            f"{spec.file} draws random numbers ({drawn.by}), and plan.json says that it doesn't: "
+            f"{spec.file} draws random numbers ({seen.drawn}), and plan.json says that it doesn't: "
             'let "random" of the stage be true there, or compile the model with what draws them, '
             "such as a dropout above 0"
         )
-    after = _versions(module, spec)
-    written = [name for name, version in before.items() if after[name] != version]
+    written = [name for name, storage in storages.items() if storage in seen.written]
     if written:
         owner = written[0].rpartition(".")[0]
-        beside = [name for name in before if name.rpartition(".")[0] == owner]
+        beside = [name for name in promised if name.rpartition(".")[0] == owner]
         raise StageError(
             f"{spec.file} writes the buffer {written[0]!r}, and plan.json says that it doesn't: "
             'name in "mutated_buffers" of the stage there which of these its forward writes: '
@@ -71,6 +72,18 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> b
     return not rates or max(rates) > 0
 
 
+def writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Iterator[Tensor]:
+    """The tensors that an op writes, as its schema says.
+
+    Within a dispatch mode torch counts no version of those that it is given in a list.
+    """
+    given = given_by_name(func, args, kwargs)
+    for argument in func._schema.arguments:
+        if argument.is_write:
+            leaves = tree_leaves(given.get(argument.name))
+            yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
 def given_by_name(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> dict[str, Any]:
@@ -79,22 +92,13 @@ def given_by_name(
     return {**dict(zip(names, args, strict=False)), **(kwargs or {})}
 
 
-def _versions(module: nn.Module, spec: StageSpec) -> dict[str, int]:
-    """How often each buffer was written, as torch counts it, of those that shall not be."""
-    buffers = dict(module.named_buffers())
-    return {
-        name: buffers[name]._version
-        for name in spec.buffers
-        if name not in spec.mutated_buffers and name in buffers and not buffers[name].is_inference()
-    }
-
-
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes an op that draws."""
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes an op that draws, and the memories that ops write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.by: str | None = None
+        self.drawn = ""
+        self.written: set[int] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -106,5 +110,6 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an op."""
         if draws(func, args, kwargs):
-            self.by = str(func)
+            self.drawn = str(func)
+        self.written |= {t.untyped_storage()._cdata for t in writes(func, args, kwargs)}
         return func(*args, **(kwargs or {}))

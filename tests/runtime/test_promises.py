@@ -79,8 +79,9 @@ def test_an_edit_that_draws_is_told_what_to_say_in_the_plan(tmp_path):
     assert torch.equal(*losses)
 
 
-def test_an_edit_that_writes_a_buffer_is_told_to_name_it(tmp_path):
+@pytest.mark.parametrize("write", ["self.calls.add_(1)", "torch._foreach_add_([self.calls], 1)[0]"])
+def test_an_edit_that_writes_a_buffer_is_told_to_name_it(write, tmp_path):
     out = compiled(tmp_path)
-    edit(out, "self.calls", "self.calls.add_(1)")
+    edit(out, "self.calls", write)
     with pytest.raises(StageError, match=r"writes the buffer 'calls'.*\"mutated_buffers\""):
         step(fxpipe.load(out))
