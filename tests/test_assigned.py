@@ -121,6 +121,16 @@ class Plain(Base):
         return x + self.seen
 
 
+class Truncated(Base):
+    """What comes before has no gradient by what is kept, which is detached in place."""
+
+    def step(self, x):
+        h = x + self.total
+        self.total = h.mean(0)
+        self.total.detach_()
+        return h * self.total
+
+
 class Moved(Base):
     """Written in place; backward needs it, a view of it, and what it is an index into."""
 
@@ -137,7 +147,7 @@ def rows(batch):
     return {"x": torch.randn(batch, 6)}
 
 
-KINDS = [Average, Old, Swapped, Kept, Twice, OneInAMode, Only, Branches, Plain]
+KINDS = [Average, Old, Swapped, Kept, Twice, OneInAMode, Only, Branches, Plain, Truncated]
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])

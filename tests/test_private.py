@@ -37,6 +37,8 @@ PRIVATE = {
     "torch._dynamo.variables.constant.ConstantVariable.create": "capture/rules.py",
     "torch._dynamo.variables.tensor.TensorVariable.unpack_var_sequence": "capture/rules.py",
     "torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function": "capture/rules.py",
+    "torch._dynamo.variables.tensor.TensorVariable.synchronize_attributes": "capture/rules.py",
+    "torch._dynamo.output_graph.OutputGraph.current_tracer": "capture/rules.py",
     "torch.nn.modules.transformer._detect_is_causal_mask": "capture/causal.py",
     "torch._dynamo.variables.functions.UserFunctionVariable.call_function": "capture/causal.py",
     "torch._dynamo.exc.TorchDynamoException": "capture/dynamo.py",

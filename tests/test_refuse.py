@@ -6,6 +6,7 @@ import torch
 from flat import verified
 from torch import nn
 from torch.nn import utils
+from torch.utils.checkpoint import checkpoint
 
 from fxpipe.capture import capture
 from fxpipe.errors import CaptureError, InputError
@@ -70,6 +71,20 @@ class SetsData(Base):
     def step(self, x):
         self.layer.weight.data = self.layer.weight.data.clamp(-0.1, 0.1)
         return self.layer(x)
+
+
+class DetachesInPlace(Base):
+    """From within a checkpoint, what is read outside of it too."""
+
+    def step(self, x):
+        h = self.layer(x)
+
+        def block():
+            y = h * 2
+            h.detach_()
+            return y
+
+        return checkpoint(block, use_reentrant=False) + h
 
 
 class Renormalizes(Base):
@@ -195,6 +210,7 @@ class TwoBuffers(Base):
         (TensorHook, r"hook on a tensor \(test_refuse.py.*y.register_hook.*autograd.Function"),
         (WritesParameter, r"writes the parameter 'layer.weight' at test_refuse.py.*mul_\(0.5\)"),
         (Clamps, "writes the parameter 'layer.weight' at .*between steps, outside of forward"),
+        (DetachesInPlace, r"in place \(test_refuse.py.*h.detach_\(\)\).*write h = h.detach\(\)"),
         (SetsData, r"assigns the `.data` of a tensor \(test_refuse.py"),
         (Renormalizes, "writes the parameter 'table.weight' at .*self.table"),
         (Transforms, r"torch.vmap or torch.func \(test_refuse.py.*whole tensors"),

@@ -114,6 +114,16 @@ class WritesAList(Base):
         return h + g
 
 
+class DetachesInPlace(Base):
+    """What is detached has no gradients for those alone that read it afterwards."""
+
+    def step(self, x):
+        h = self.extra(x)
+        y = h * 2
+        h.detach_()
+        return torch.detach_(self.extra(y)) + y + h
+
+
 # Of a reentrant checkpoint in eval mode.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -127,6 +137,7 @@ KINDS = [
     StraightThrough,
     Regards,
     WritesAList,
+    DetachesInPlace,
 ]
 
 

@@ -25,6 +25,11 @@ def refuse_op(node: fx.Node) -> None:
             f"forward assigns the `.data` of a tensor ({where(node)}): write a buffer in place, "
             "with copy_, or a parameter between steps, outside of forward"
         )
+    if node.target in ("detach_", torch.detach_):
+        raise CaptureError(
+            f"forward detaches a tensor in place ({where(node)}), which those that read it later "
+            "would not be told: write h = h.detach()"
+        )
     if type(node.target).__name__.startswith("numpy_"):  # Dynamo's wrappers
         raise CaptureError(numpy_arrays(where(node)))
     applies = "autograd_function_apply" in str(node.target)

@@ -22,7 +22,8 @@ def more_rules() -> Iterator[None]:
 
     And a tensor is unpacked by one op, as torch does it: Dynamo's own indices, one for each item,
     take more ops in backward, each of which makes a whole gradient. `torch.jit.isinstance`
-    is Python's own. What a forward is given is noted.
+    is Python's own. What a forward is given is noted. `h.detach_()` is `h = h.detach()` for all
+    that hold `h`: in place, ops after it would seem to read what has gradients.
     """
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.tensor import TensorVariable
@@ -43,6 +44,8 @@ def more_rules() -> Iterator[None]:
     @wraps(call)
     def calling(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         """`generator=None` is the default, which `torch.randn` takes with open sizes alone."""
+        if self.value is torch.detach_:
+            return args[0].call_method(tx, "detach_", args[1:], kwargs)
         given = {k: v for k, v in kwargs.items() if not (k == "generator" and _is(v, None))}
         return call(self, tx, args, given)
 
@@ -57,6 +60,15 @@ def more_rules() -> Iterator[None]:
             return unpack(self, tx, idxes)  # which says so
         return items
 
+    def detaching(self: Any, tx: Any) -> Any:
+        proxy = self.as_proxy()
+        if proxy.tracer is tx.output.current_tracer:
+            self.proxy = self.call_method(tx, "detach", [], {}).as_proxy()
+            self.synchronize_attributes(tx)
+        else:  # of what was made outside of a checkpoint: it is refused
+            tx.output.create_proxy("call_method", "detach_", (proxy,), {})
+        return self
+
     with (
         noted_formals(),
         causal_masks_known(),
@@ -67,6 +79,8 @@ def more_rules() -> Iterator[None]:
         _segments_opened(),
         patch("torch.jit.isinstance", _is_instance),
         patch.object(TensorVariable, "unpack_var_sequence", unpacking),
+        # Dynamo's own rule, which torch has since 2.13.
+        patch.object(TensorVariable, "method_detach_", detaching, create=True),
         patch.object(setter, name_of_rule, setting),
         patch.object(TorchInGraphFunctionVariable, "call_function", calling),
     ):

@@ -7,7 +7,7 @@ from fxpipe.ir import Op
 from fxpipe.ops.regions import PLAIN, REGION
 from fxpipe.runtime.backward import differentiable
 
-_DETACH = ("detach", "detach_", torch.detach)
+_DETACH = ("detach", torch.detach)
 
 
 def ends_gradients(node: fx.Node) -> bool:
