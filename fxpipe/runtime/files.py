@@ -5,7 +5,7 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,8 @@ from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.stream import Device, place
 from fxpipe.schedule import Schedule
 from fxpipe.schedule_check import check
+
+_DIGITS = 12  # of a hash, to tell files from each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def code_digests(folder: Path) -> dict[str, str]:
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else "none"
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:_DIGITS] if path.is_file() else "none"
 
 
 def _text(folder: Path, file: str) -> str:
@@ -158,7 +160,7 @@ def _stages(
     frozen = frozenset(state.name for state in manifest.state if not state.spec.requires_grad)
     # Constructors draw initial weights; loading must not change what the caller draws next.
     with torch.random.fork_rng(devices=[]):
-        for j, spec in enumerate(manifest.stages):
+        for j, spec in enumerate(_as_edited(folder, manifest)):
             if rank is not None and spec.device != rank:
                 stages.append(Stage(j, spec, nn.Module(), 0, place(lanes[rank]), spec.file))
                 continue
@@ -172,6 +174,32 @@ def _stages(
             own = frozen.intersection(spec.parameters)
             stages.append(Stage(j, spec, module.to(device), lane, device, path, frozen=own))
     return stages
+
+
+def _as_edited(folder: Path, manifest: Manifest) -> Iterator[StageSpec]:
+    """What the plan says of the stages, but that a stage whose code was edited detaches nothing.
+
+    What it reads and makes may have gradients now that had none.
+    """
+
+    def is_edited(name: str) -> bool:
+        return _digest(folder / name) != manifest.files.get(name, "none")[:_DIGITS]
+
+    shared = is_edited("blocks.py") or is_edited("functions.py")
+    edited = [spec for spec in manifest.stages if shared or is_edited(spec.file)]
+    read = {(port.source, port.value) for spec in edited for port in spec.inputs}
+    for j, spec in enumerate(manifest.stages):
+        outputs = [
+            replace(
+                output,
+                spec=replace(
+                    output.spec, requires_grad=output.spec.requires_grad or spec in edited
+                ),
+                detached=output.detached and (j, output.value) not in read,
+            )
+            for output in spec.outputs
+        ]
+        yield replace(spec, outputs=tuple(outputs))
 
 
 def _module(folder: Path, package: str, spec: StageSpec, broken: list[str]) -> nn.Module | None:

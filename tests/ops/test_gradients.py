@@ -69,3 +69,24 @@ def test_gradients_are_there_where_the_models_are(kind, backward, tmp_path):
             assert (found.grad is None) == (wanted.grad is None), name
             if wanted.grad is not None:
                 torch.testing.assert_close(found.grad, wanted.grad, msg=name)
+
+
+class Regarded(Layers):
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x).detach()))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_an_edited_stage_detaches_what_it_says_alone(checkpoint, tmp_path):
+    model, x = Regarded(), torch.randn(8, 6)
+    options = {"devices": "cpu*2", "microbatches": 2, "checkpoint": checkpoint}
+    for package in cut_everywhere(compile_flat(model, (x,), **options)):
+        out = package.write(tmp_path / str(package.plan.cuts[0]))
+        for file in out.glob("stage_*.py"):
+            file.write_text(file.read_text().replace(".detach()", ""))
+        pipe = fxpipe.load(out)
+        pipe.load_state_dict(model.state_dict())
+        pipe.step(x, loss_fn=lambda output, _: output.square().mean())
+        model.last(torch.tanh(model.first(x))).square().mean().backward()
+        torch.testing.assert_close(pipe.first.weight.grad, model.first.weight.grad)
+        model.zero_grad()
