@@ -21,7 +21,7 @@ from fxpipe.codegen.segments import segment_spec
 from fxpipe.codegen.stage_file import StageFile, blocks_file, stage_file
 from fxpipe.ir import Capture, PackageFiles, Plan, Profile, StageWiring, Wiring, own_storage
 from fxpipe.memory import is_fake
-from fxpipe.ops.gradients import gives_gradients
+from fxpipe.ops.gradients import gives_gradients, may_have_gradients
 from fxpipe.ops.interpret import reads_mode
 from fxpipe.ops.specs import tensor_spec
 from fxpipe.runtime.leaves import in_mode, places
@@ -245,14 +245,14 @@ def _stage(
 
 
 def _given_gradients(capture: Capture, wiring: Wiring) -> set[str]:
-    """The values to which the caller, or an op of another stage, may give a gradient."""
+    """The values with a gradient that the caller, or an op of another stage, may give them."""
     home = {op: j for j, stage in enumerate(wiring.stages) for op in stage.ops}
     found = set(capture.outputs)
     for node in capture.graph.nodes:
         if node.name in home and gives_gradients(node, capture.ops[node.name]):
             j = home[node.name]
             found |= {used.name for used in node.all_input_nodes if home.get(used.name, j) != j}
-    return found
+    return found & may_have_gradients(capture)
 
 
 def _output_modes(capture: Capture) -> Iterator[Mode]:

@@ -63,19 +63,13 @@ def _touching(capture: Capture) -> dict[str, list[str]]:
     touching: dict[str, list[str]] = {storage: [] for storage in written}
     for node in _nodes(capture):
         op = capture.ops[node.name]
-        read = (name for used in node.all_input_nodes for name in _memories(capture, used))
+        read = (name for used in node.all_input_nodes for name in capture.memories(used))
         storages = {*op.memories, *op.mutates, *read}
         if node.op == "call_module":
             storages.update(map(own_storage, state_of_call(capture, node)))
         for storage in storages & written:
             touching[storage].append(node.name)
     return touching
-
-
-def _memories(capture: Capture, node: fx.Node) -> tuple[str, ...]:
-    if node.op == "get_attr":
-        return (own_storage(capture.first_name(str(node.target))),)
-    return capture.ops[node.name].memories if node.name in capture.ops else (node.name,)
 
 
 def _inseparable(capture: Capture) -> "nx.utils.UnionFind[str]":

@@ -104,6 +104,12 @@ class Capture:
         """The first name of a parameter or buffer, which may be tied to others."""
         return self.aliases.get(name, name)
 
+    def memories(self, node: fx.Node) -> tuple[str, ...]:
+        """All that the memory of what `node` makes, or reads of the model, may be."""
+        if node.op == "get_attr":
+            return (own_storage(self.first_name(str(node.target))),)
+        return self.ops[node.name].memories if node.name in self.ops else (node.name,)
+
     @property
     def fixed(self) -> frozenset[str]:
         """Values that are of one dtype whatever the model's own is."""

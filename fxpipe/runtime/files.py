@@ -195,7 +195,7 @@ def _as_edited(folder: Path, manifest: Manifest) -> Iterator[StageSpec]:
                 spec=replace(
                     output.spec, requires_grad=output.spec.requires_grad or spec in edited
                 ),
-                detached=output.detached and (j, output.value) not in read,
+                detached=output.detached and spec not in edited and (j, output.value) not in read,
             )
             for output in spec.outputs
         ]

@@ -82,8 +82,8 @@ class PortSpec:
 class OutputSpec:
     """A value that a stage returns, or, with its stage (None: the caller's own), the pipeline.
 
-    In a mode that lacks the value the stage returns None in its place. It goes on `detached` if
-    nothing that reads it gives it a gradient.
+    In a mode that lacks the value the stage returns None in its place. It goes on `detached` if it
+    comes of nothing that has a gradient, or nothing that reads it gives it one.
     """
 
     value: str

@@ -51,8 +51,26 @@ class PutsIn(Layers):
         return self.last(rows)
 
 
+class Casts(Layers):
+    """To the dtype that it has: what is read then is the same tensor, with its gradient."""
+
+    def forward(self, x):
+        h = self.first(x)
+        with torch.no_grad():
+            h = h.to(x.dtype)
+        return self.last(self.scores(h))
+
+
+class WritesWithout(Layers):
+    def forward(self, x):
+        h = self.first(x)
+        with torch.no_grad():
+            h = h.mul_(2)
+        return self.last(self.scores(h))
+
+
 @pytest.mark.parametrize("backward", ["step", "call"])
-@pytest.mark.parametrize("kind", [Detaches, Picks, Regards, PutsIn])
+@pytest.mark.parametrize("kind", [Detaches, Picks, Regards, PutsIn, Casts, WritesWithout])
 def test_gradients_are_there_where_the_models_are(kind, backward, tmp_path):
     x = torch.randn(8, 6, dtype=torch.float64)
     made = compile_flat(kind().double(), (x,), devices="cpu*2", microbatches=2)
@@ -90,3 +108,27 @@ def test_an_edited_stage_detaches_what_it_says_alone(checkpoint, tmp_path):
         model.last(torch.tanh(model.first(x))).square().mean().backward()
         torch.testing.assert_close(pipe.first.weight.grad, model.first.weight.grad)
         model.zero_grad()
+
+
+class Averages(Layers):
+    """Its `out=` takes nothing that asks for a gradient; the first layer is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.first.requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        h = self.first(x)
+        torch.add(self.mean, h.detach().mean(0), out=self.mean)
+        return self.last(self.scores(h) + self.mean)
+
+
+def test_what_comes_of_no_gradient_is_computed_again_without_one(tmp_path):
+    x = torch.randn(8, 6)
+    made = compile_flat(Averages(), (x,), devices="cpu*2", microbatches=2, checkpoint="always")
+    for package in cut_everywhere(made):
+        pipe = fxpipe.load(package.write(tmp_path / str(package.plan.cuts[0])))
+        given = x.clone().requires_grad_()  # it had none as the model was compiled
+        pipe.step(given, loss_fn=lambda output, _: output.square().mean())
+        assert given.grad is not None
