@@ -81,8 +81,9 @@ def segment_cost(chain: Chain, begin: int, end: int, segments: Segments) -> Segm
     receives are left out.
     """
     received = {v.memory for v in chain.values if v.producer < begin and _reads(v, begin, end)}
+    sizes = {v.name: v.bytes for v in chain.values}
     inputs = {
-        v.name: v.bytes
+        v.memory: max(v.bytes, sizes.get(v.memory, 0))
         for v in chain.values
         if any(begin <= v.producer < first and _reads(v, first, last) for first, last in segments)
     }

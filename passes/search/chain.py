@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ class ChainArrays:
     """What `cut_kernel.cut` takes of a chain, in its order.
 
     `..._before[k]` is the sum over the blocks before k, `crossing[k]` the bytes that cross the
-    place before block k. Of the storages that blocks name, those of block k end at `..._ends[k]`;
-    `..._befores` is the block that named the same one last, -1 for none, and `..._afters` the one
-    that does next, past the chain's end for none.
+    place before block k. Values are in the order of their producers. `..._names` number storages,
+    those of values first, `n_names` in all. Of the storages that blocks name, those of block k end
+    at `..._ends[k]`; `..._befores` is the block that named the same one last, -1 for none, and
+    `..._afters` the one that does next, past the chain's end for none.
     """
 
     action_ms: float
@@ -37,9 +39,11 @@ class ChainArrays:
     arriving_before: _Ints
     written_before: _Ints
     crossing: _Ints
+    n_names: int
     saved_ends: _Ints
     saved_befores: _Ints
     saved_sizes: _Ints
+    saved_names: _Ints
     saved_values: _Ints
     static_ends: _Ints
     static_befores: _Ints
@@ -50,6 +54,7 @@ class ChainArrays:
     trained_afters: _Ints
     producers: _Ints
     value_sizes: _Ints
+    value_names: _Ints
     gradients: NDArray[np.bool_]
     read_ends: _Ints
     readers: _Ints
@@ -60,9 +65,12 @@ class ChainArrays:
 
 def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
     """The arrays of `chain`, whose parameters count `1 + training_factor` times."""
-    blocks, values = chain.blocks, chain.values
+    blocks, values = chain.blocks, sorted(chain.values, key=attrgetter("producer"))
     number = {value.name: k for k, value in enumerate(values)}
     saved = [block.saved for block in blocks]
+    names = dict(number)
+    for name in (*(name for one in saved for name, _ in one), *(v.memory for v in values)):
+        names.setdefault(name, len(names))
     trained = [block.trained for block in blocks]
     factor = 1 + training_factor
     static = [
@@ -83,9 +91,11 @@ def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
         arriving_before=_bytes_before(block.arriving_bytes for block in blocks),
         written_before=_bytes_before(block.written_bytes for block in blocks),
         crossing=np.array(crossing(chain)[1], np.int64),
+        n_names=len(names),
         saved_ends=_ends(saved),
         saved_befores=_befores(saved),
         saved_sizes=_sizes(saved),
+        saved_names=np.array([names[name] for named in saved for name, _ in named], np.int64),
         saved_values=np.array(
             [number.get(name, -1) for named in saved for name, _ in named], np.int64
         ),
@@ -98,6 +108,7 @@ def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
         trained_afters=_afters(trained),
         producers=np.array([value.producer for value in values], np.int64),
         value_sizes=np.array([value.bytes for value in values], np.int64),
+        value_names=np.array([names[value.memory] for value in values], np.int64),
         gradients=np.array([value.gradient for value in values], np.bool_),
         read_ends=_ends([value.consumers for value in values]),
         readers=np.array([k for value in values for k in value.consumers], np.int64),

@@ -2,14 +2,16 @@
 
 1. Every named schedule on cuts of equal time is a first answer.
    So are, for each *shape*, a map of stages to devices (round and round, or back and forth, one to
-   several stages a device), stages of equal time, at the lowest price of memory at which that fits.
+   several stages a device), stages of equal time, each device computing again as little as fits
+   (begin.py, fit.py).
 2. Others are drawn, of any number of stages, made alike but for the first and the last (forms.py).
    Where memory is short, which is where not all of 1 fits, they have an order made for that
    (rhythm.py), and all that is left goes to 4.
 3. From the best of them, cuts are moved as in Pfeife (Jhoo et al., ICML 2025, section 4): one by 1
    to 10 places, the others in proportion, or a few together; of several such moves, the one after
    which the step is likely to be shortest. Ours move the price of memory too, at which a device
-   computes blocks again, and, where halves of a backward take longer than a whole one, of how many
+   computes blocks again (after a move that does not fit, and now and then, all are made to fit),
+   and, where halves of a backward take longer or hold more than a whole one, of how many
    micro-batches it is halved. What a move is worth is told by a step in which each device chooses
    what it runs (rank_kernel.attempt). Where there is time, several climb from each, with chance of
    their own; those that fall behind are dropped.
@@ -33,10 +35,12 @@ from random import Random
 
 from fxpipe.passes.bound.lower import bytes_free, lower_bound_ms
 from fxpipe.passes.partition_path import even_path
+from fxpipe.passes.search.begin import begun
+from fxpipe.passes.search.fit import fitted
 from fxpipe.passes.search.forms import Forms
 from fxpipe.passes.search.judge import Candidate, Found, Judge, SearchProblem, shapes
 from fxpipe.passes.search.moves import moved
-from fxpipe.passes.search.refine import refined
+from fxpipe.passes.search.refine import refined, settled
 from fxpipe.passes.search.tables import tables
 from fxpipe.schedule import Schedule
 
@@ -56,10 +60,12 @@ _MOVES, _MOVES_ALONE = 0.35, 0.7
 # each shape, up to so many.
 _ANOTHER, _MOST_CLIMBS = 8_000_000, 8
 _BEGUN = 8  # climbs that go on from there
-# Moves of the last order where stages were moved a little, and how often that is done; moves that
-# the order of a climb begins to be refined with.
-_NEAR, _SHARE_NEAR, _SETTLE = 30, 0.3, 1000
+# Moves of the last order where stages were moved a little, and how often that is done.
+_NEAR, _SHARE_NEAR = 30, 0.3
 _NAMED = 2  # named schedules whose cuts are moved
+# How often the prices of what fits are made to fit again after a move.
+_FITTED = 0.2
+_BEGIN = 0.2  # of the time, what goes to what is begun with
 
 
 @dataclass(slots=True)
@@ -100,7 +106,7 @@ class Search:
         self.budget = _WORK_PER_SECOND * max(0.0, time_limit_s - _FINISH_S) * n_workers
         self.n_climbs = min(1 + int(self.budget / _ANOTHER), _MOST_CLIMBS)
         self.time_limit_s = time_limit_s
-        self.ends_at = float("inf")
+        self.begun_by = self.ends_at = float("inf")
         self.bound_ms = lower_bound_ms(
             problem.chain,
             problem.edges,
@@ -117,12 +123,13 @@ class Search:
     def run(self) -> Found:
         """The best step found."""
         with ThreadPoolExecutor(self.n_workers) as pool:
+            self._warm()
+            now = time.monotonic()
+            self.begun_by, self.ends_at = now + _BEGIN * self.time_limit_s, now + self.time_limit_s
             climbs = self._begun(pool)
             first = min((climb.best for climb in climbs), key=lambda found: found.worth)
             alone = self.problem.table is not None or first.worth[0] > 0
             short = self._is_short(climbs, first)
-            self._warm(climbs[0].best, short)
-            self.ends_at = time.monotonic() + self.time_limit_s
             for_forms = _FORMS_SHORT if alone or any(first.candidate.prices) else _FORMS
             for_moves = (_MOVES_ALONE if alone else _MOVES) / (1 - for_forms)
             climbs, left = self._formed(pool, climbs, first, for_forms, short)
@@ -140,10 +147,16 @@ class Search:
                 list(pool.map(partial(self._refine, work=work), climbs))
         return min((climb.best for climb in climbs), key=lambda found: found.worth)
 
-    def _warm(self, found: Found, short: bool) -> None:
+    def _warm(self) -> None:
         """The first step of a process, the first move and the first form wait for machine code."""
-        self._refined(found, Random(self.seed))
-        Forms(self.judge, 0, Random(self.seed), short=short).draw(1.0, lambda _: True)
+        p, table = self.problem.n_devices, self.problem.table
+        shape = tuple(range(p)) if table is None else table.stage_to_device
+        path = even_path(self.problem.chain, self.problem.edges, len(shape))
+        last = len(self.judge.prices) - 1
+        candidate = Candidate(path, shape, (last,) * len(shape), 0, table)
+        fitted(self.judge, self._refined(self.judge(candidate, (1,), 1), Random(self.seed)))
+        for short in (False, True):
+            Forms(self.judge, 0, Random(self.seed), short=short).draw(1.0, lambda _: True)
 
     def _is_short(self, begun: list[_Climb], first: Found) -> bool:
         """Whether orders have to be made for memory: not all that is begun fits, but `first`.
@@ -198,27 +211,11 @@ class Search:
 
     def _resumed(self, start: Found) -> _Climb:
         random = Random(self.seed)
-        return _climb_from(self._settled(start, random), random)
+        return _climb_from(settled(self.judge, start, random), random)
 
     def _begin(self, shape: tuple[int, ...], table: Schedule | None = None) -> _Climb:
-        """Equal times, and the lowest price of memory at which that fits."""
-        p, m = self.problem.n_devices, self.problem.n_microbatches
-        path = even_path(self.problem.chain, self.problem.edges, len(shape))
-        found, work = None, 0.0
-        for step in range(len(self.judge.prices)):
-            tried = self.judge(Candidate(path, shape, (step,) * len(shape), m, table), (1, p, m), 3)
-            work += tried.work
-            if found is None or tried.worth < found.worth:
-                found = tried
-            if not tried.worth[0]:
-                break
-        assert found is not None
-        for halved in self.judge.halvings[1:] if table is None else ():
-            tried = self.judge(replace(found.candidate, halved=halved), (1, p, m), 3)
-            work += tried.work
-            found = min(found, tried, key=lambda one: one.worth)
-        random = Random(f"{self.seed} {shape} {table is None}")
-        return _climb_from(replace(found, work=work), random)
+        found = begun(self.judge, shape, table, self.begun_by)
+        return _climb_from(found, Random(f"{self.seed} {shape} {table is None}"))
 
     def _formed(
         self, pool: Executor, begun: list[_Climb], first: Found, share: float, short: bool
@@ -252,6 +249,8 @@ class Search:
         """Moves, as long as they simulate no more than `work` actions."""
         while work > 0 and not self._is_enough(climb.best):
             found = move(climb.here, climb.random)
+            if found.worth[0] or climb.random.random() < _FITTED:
+                found = fitted(self.judge, found)
             work -= found.work
             place = climb.moves % _LATE
             if found.worth <= max(climb.late[place], climb.here.worth):
@@ -284,14 +283,9 @@ class Search:
 
     def _settle(self, climb: _Climb) -> None:
         """From here on, the order is kept."""
-        climb.here = self._settled(climb.best, climb.random)
+        climb.here = settled(self.judge, climb.best, climb.random)
         climb.best = min(climb.best, climb.here, key=lambda found: found.worth)
         climb.late = [climb.here.worth] * _LATE
-
-    def _settled(self, found: Found, random: Random) -> Found:
-        """The same stages in the best order near the one found."""
-        candidate, seed = replace(found.candidate, table=None), random.randrange(2**31)
-        return self.judge.reordered(candidate, found.order, _SETTLE, seed)
 
     def _refined(self, here: Found, random: Random) -> Found:
         if here.worth[0] or self.problem.table is not None:

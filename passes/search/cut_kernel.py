@@ -4,18 +4,8 @@ import numpy as np
 
 from fxpipe.jit import compiled
 from fxpipe.passes.partition_blocks import FRAGMENTATION
+from fxpipe.passes.search.again_kernel import stage_memory
 from fxpipe.passes.simulate_event_kernel import BACKWARD, FORWARD, INPUT, WEIGHT
-
-
-@compiled
-def sent_here(value, begin, end, producers, read_ends, readers):  # type: ignore[no-untyped-def]
-    """Whether the blocks [begin, end) are sent this value: made before them, read by one."""
-    if value < 0 or producers[value] >= begin:
-        return False
-    for r in range(read_ends[value - 1] if value > 0 else 0, read_ends[value]):
-        if begin <= readers[r] < end:
-            return True
-    return False
 
 
 @compiled
@@ -52,71 +42,15 @@ def shared_bytes(begin, end, ends, befores, sizes, bounds, device_of, j):  # typ
 
 
 @compiled
-def stage_memory(  # type: ignore[no-untyped-def]
-    begin, end, price, forward_before, crossing,
-    ends, befores, sizes, values, producers, read_ends, readers, again,
-):  # fmt: skip
-    """What a stage keeps of one micro-batch and what it computes again, where a byte costs `price`.
-
-    Of all ways to compute blocks again, the one with the least ms + price x bytes kept; a run of
-    such blocks keeps what crosses the place before it. The price falls along the stage, so that of
-    blocks that are all alike some can be kept. The blocks are marked in `again`. Returns bytes
-    kept, bytes that come again in all, those of the largest run, ms.
-    """
-    n = end - begin
-    saved = np.zeros(n, np.int64)
-    total = 0
-    for k in range(n):
-        for place in range(ends[begin + k - 1] if begin + k > 0 else 0, ends[begin + k]):
-            if befores[place] < begin and not sent_here(
-                values[place], begin, end, producers, read_ends, readers
-            ):
-                saved[k] += sizes[place]
-        total += saved[k]
-        again[begin + k] = False
-    if price <= 0:
-        return total, 0, 0, 0.0
-    # The best that ends in a block kept (0) or computed again (1), and where it came from.
-    came = np.zeros((n, 2), np.int8)
-    kept_cost, again_cost = 0.0, np.inf
-    for k in range(n):
-        forward = forward_before[begin + k + 1] - forward_before[begin + k]
-        here = price * (1.5 - k / n)
-        begun = kept_cost + (here * crossing[begin + k] if k > 0 else 0.0) + forward
-        went_on = again_cost + forward
-        came[k, 0] = 0 if kept_cost <= again_cost else 1
-        came[k, 1] = 0 if begun < went_on else 1
-        kept_cost = min(kept_cost, again_cost) + here * saved[k]
-        again_cost = min(begun, went_on)
-    state = 0 if kept_cost <= again_cost else 1
-    for k in range(n - 1, -1, -1):
-        again[begin + k] = state == 1
-        state = came[k, state]
-    kept, comes, largest, run, ms = 0, 0, 0, 0, 0.0
-    for k in range(n):
-        if again[begin + k]:
-            if k > 0 and not again[begin + k - 1]:
-                kept += crossing[begin + k]
-                run = 0
-            run += saved[k]
-            comes += saved[k]
-            largest = max(largest, run)
-            ms += forward_before[begin + k + 1] - forward_before[begin + k]
-        else:
-            kept += saved[k]
-    return kept, comes, largest, ms
-
-
-@compiled
 def cut(  # type: ignore[no-untyped-def]
     bounds, n_microbatches, device_of, prices,
     action_ms, forward_before, backward_before, weight_before, halving_before,
     loss_bytes, forward_workspaces, backward_workspaces, input_workspaces, weight_workspaces,
     arriving_before, written_before, crossing,
-    saved_ends, saved_befores, saved_sizes, saved_values,
+    n_names, saved_ends, saved_befores, saved_sizes, saved_names, saved_values,
     static_ends, static_befores, static_sizes,
     trained_ends, trained_befores, trained_sizes, trained_afters,
-    producers, value_sizes, gradients, read_ends, readers,
+    producers, value_sizes, value_names, gradients, read_ends, readers,
     latency, per_ms, value_ms, byte_ms,
 ):  # fmt: skip
     """The numbers of stages with these bounds, stage j on device `device_of[j]`.
@@ -134,6 +68,7 @@ def cut(  # type: ignore[no-untyped-def]
     values_there, values_back = np.zeros((n, n), np.int64), np.zeros((n, n), np.int64)
     inputs = np.zeros(n, np.int64)
     again = np.zeros(bounds[n], np.bool_)
+    present, come = np.full(n_names, -1), np.full(n_names, -1)
     for value in range(len(producers)):
         source = -1
         if producers[value] >= 0:
@@ -170,8 +105,8 @@ def cut(  # type: ignore[no-untyped-def]
             halving = action_ms + halving_before[end] - halving_before[begin]
         kept, comes, largest, again_ms = stage_memory(
             begin, end, prices[j], forward_before, crossing,
-            saved_ends, saved_befores, saved_sizes, saved_values,
-            producers, read_ends, readers, again,
+            saved_ends, saved_befores, saved_sizes, saved_names, saved_values,
+            producers, value_sizes, value_names, read_ends, readers, again, present, come,
         )  # fmt: skip
         if again[begin:end].any():
             kept += written_before[end] - written_before[begin]

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxpipe.passes.search import rhythm
+from fxpipe.passes.search.fit import fitted
 from fxpipe.passes.search.judge import Candidate, Found, Judge
 from fxpipe.passes.search.rhythm import Rhythm
 
@@ -114,9 +115,10 @@ class Forms:
                 best = found
             if self._is_hopeless(found):
                 break
-            shares = shares * judge.leisure(candidate) ** _STEP
+            shares = shares * judge.leisure(found) ** _STEP
         assert best is not None
-        return best, work
+        found = fitted(judge, best)
+        return found, work + found.work - best.work
 
     def _run(self, candidate: Candidate, form: Form) -> Found:
         if form.rhythm is None:
@@ -177,7 +179,7 @@ class Forms:
             falling=max(0, form.falling + random.randint(-2, 2)),
             last=min(1.2, form.last * factor()),
             message_price=form.message_price * factor(),
-            price=min(max(form.price + random.choice((-2, -1, 0, 0, 0, 1, 2)), 0), n_prices - 1),
+            price=min(max(form.price + random.choice((-5, -2, 0, 0, 0, 2, 5)), 0), n_prices - 1),
             halved=form.halved if random.random() < 0.8 else random.choice(self.judge.halvings),
             rhythm=form.rhythm and rhythm.near(form.rhythm, random),
         )

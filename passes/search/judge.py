@@ -17,11 +17,14 @@ from fxpipe.passes.search.cut_kernel import cut
 from fxpipe.passes.search.shift_kernel import best_shift
 from fxpipe.passes.search.shop_kernel import order_of, table_by
 from fxpipe.passes.search.tabu_kernel import best_order
+from fxpipe.passes.simulate_event_kernel import BACKWARD, FORWARD
 from fxpipe.passes.simulate_kernel import NOT_LAUNCHED, run
 from fxpipe.passes.simulate_numbers import rows_of
 from fxpipe.schedule import Schedule
 
-_PRICES = 24  # steps of the price of memory
+_PRICES = 64  # steps of the price of memory
+# Blocks that save less than such a share of all bytes say nothing of what prices matter.
+_TRIFLE = 0.01
 # What a move of an action takes, in actions simulated: for itself, and for each stage and
 # micro-batch.
 _TRY, _TRY_EACH = 15, 0.25
@@ -110,8 +113,9 @@ class Judge:
         self.capacity = np.array(problem.capacity_bytes, np.int64)
         self.edges = np.array(problem.edges, np.int64)
         self.prices = self._prices()
-        # Where halves take longer than a whole, it matters how many backwards are halved.
-        longer = any(block.halving_ms > 0 for block in problem.chain.blocks)
+        # Where halves take longer than a whole, or hold what was computed again from one to the
+        # other, it matters how many backwards are halved.
+        longer = problem.recompute or any(block.halving_ms > 0 for block in problem.chain.blocks)
         m = problem.n_microbatches
         # Where blocks can be computed again that makes room, else it is kept for the oldest.
         self._guarded = 1 if problem.recompute else m
@@ -126,14 +130,17 @@ class Judge:
         self._rows: dict[int, tuple[Schedule, Any]] = {}
 
     def _prices(self) -> list[float]:
-        """Prices of a byte in ms: none, then from the cheapest block to compute again upwards."""
+        """Prices of a byte in ms: none, then from where few blocks are computed again to all."""
         forward = np.diff(self.chain.forward_before)
         sizes = np.array([sum(size for _, size in b.saved) for b in self.problem.chain.blocks])
         ratios = forward[sizes > 0] / sizes[sizes > 0]
         if not self.problem.recompute or not ratios.any():
             return [0.0]
-        least = ratios[ratios > 0].min() / 1.5
-        return [0.0, *np.geomspace(least, 4 * ratios.max(), _PRICES).tolist()]
+        by_ratio = np.argsort(ratios)
+        shares = np.cumsum(sizes[sizes > 0][by_ratio]) / sizes.sum()
+        least, most = ratios[by_ratio[np.searchsorted(shares, (_TRIFLE, 1 - _TRIFLE))]]
+        least = max(least, ratios[ratios > 0].min())
+        return [0.0, *np.geomspace(least / 1.5, 4 * max(least, most), _PRICES).tolist()]
 
     def numbers(self, candidate: Candidate) -> tuple[Any, Any]:
         """What the kernels take of `candidate`, and the blocks that it computes again."""
@@ -193,6 +200,13 @@ class Judge:
             room -= np.maximum(chosen.peak_bytes - self.capacity, 0)
         return replace(found, work=work)
 
+    def at_prices(self, found: Found, prices: tuple[int, ...]) -> Found:
+        """The stages of `found` at other prices, in its order."""
+        candidate = replace(found.candidate, prices=prices)
+        if candidate.table is not None:
+            return self._following(candidate, candidate.table)
+        return self._in_order(found.order, candidate, self.numbers(candidate)[0], found.split)
+
     def carried_ms(self, candidate: Candidate, order: NDArray[np.float64]) -> float:
         """How long the step of `candidate` is in this order, whatever the memory."""
         numbers, _ = self.numbers(candidate)
@@ -233,10 +247,10 @@ class Judge:
         forward, backward, *_, message = self.by_place
         return tuple(alike_path(forward, backward, message, shares, price).tolist())
 
-    def leisure(self, candidate: Candidate) -> NDArray[np.float64]:
+    def leisure(self, found: Found) -> NDArray[np.float64]:
         """Of each stage, the work of a mean device over that of its own, from a half to twice."""
-        work, device_of = self.by_place[0] + self.by_place[1], list(candidate.device_of)
-        work_ms = np.bincount(device_of, np.diff(work[list(candidate.path)]))
+        lasts, device_of = found.numbers[1], list(found.candidate.device_of)
+        work_ms = np.bincount(device_of, lasts[FORWARD, :, 0] + lasts[BACKWARD, :, 0])
         leisure: NDArray[np.float64] = np.clip(work_ms.mean() / np.maximum(work_ms, 1e-9), 0.5, 2.0)
         return leisure[device_of]
 

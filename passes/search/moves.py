@@ -36,7 +36,7 @@ def _halved(halved: int, n_microbatches: int, random: Random) -> int:
 
 def _priced(prices: tuple[int, ...], n_prices: int, random: Random) -> tuple[int, ...]:
     """Memory is dearer or cheaper for one stage, or for all."""
-    step = random.choice((-3, -1, 1, 3))
+    step = random.choice((-8, -3, -1, 1, 3, 8))
     one = random.randrange(2 * len(prices))
     last = n_prices - 1
     return tuple(

@@ -11,14 +11,32 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
+from fxpipe.passes.search.fit import fitted
 from fxpipe.passes.search.judge import Candidate, Found, Judge
 from fxpipe.passes.search.moves import moved
 
 _DRAWN = (1, 2, 4, 8)  # moves that one is chosen of
 _TRIES = 100  # to better an order after a move
+# The same for one whose stages stand, to see what halves do it good, and to begin with.
+_NEAR, _SETTLE = 30, 1000
 # What it takes to look at a move, in actions simulated: for itself, and for each stage and
 # micro-batch.
 _LOOK, _LOOK_EACH = 250, 0.5
+
+
+def settled(judge: Judge, found: Found, random: Random) -> Found:
+    """The same stages in the best order near the one found, from here on without a table.
+
+    With so many backwards in halves as does that most good, where it matters how many.
+    """
+    candidate = replace(found.candidate, table=None)
+    if len(judge.halvings) > 1:
+        tries = [
+            fitted(judge, judge.reordered(one, found.order, _NEAR, random.randrange(2**31)))
+            for one in (replace(candidate, halved=halved) for halved in judge.halvings)
+        ]
+        candidate = min(tries, key=lambda one: one.worth).candidate
+    return judge.reordered(candidate, found.order, _SETTLE, random.randrange(2**31))
 
 
 def refined(judge: Judge, here: Found, random: Random) -> Found:

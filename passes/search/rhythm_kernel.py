@@ -52,21 +52,25 @@ def rhythm(  # type: ignore[no-untyped-def]
     period = slack * work_ms.max()
     begins, ends = np.empty((len(work_ms), 3 * n)), np.empty((len(work_ms), 3 * n))
     counts = np.zeros(len(work_ms), np.int64)
-    at, now = np.empty((3, n, n_microbatches)), 0.0
+    at, now = np.empty((3 * n, n_microbatches)), 0.0
     for k in range(3 * n):
         way, j = k // n, k % n if k < n else n - 1 - k % n
         d, lasts = device_of[j], ms[way, j]
         if k == n:
             now += gap * period
         if way == 2:
-            now = at[1, j, 0] + ms[1, j] + late * period
+            now = at[2 * n - 1 - j, 0] + ms[1, j] + late * period
         if apart:
             now = free_from(now, lasts, begins[d, : counts[d]], ends[d, : counts[d]], period)
         begins[d, counts[d]], ends[d, counts[d]] = now, now + lasts
         counts[d] += 1
         for i in range(n_microbatches):
-            at[way, j, i] = now + i * period
+            at[k, i] = now + i * period
         now += pace * lasts
-    order = np.empty(at.size)
-    order[np.argsort(at.ravel(), kind="mergesort")] = np.arange(at.size)
-    return order.reshape(at.shape)
+    # What begins at the same time, as where stages take none, goes as it can run.
+    rank, order = np.empty(at.size), np.empty((3, n, n_microbatches))
+    rank[np.argsort(at.ravel(), kind="mergesort")] = np.arange(at.size)
+    for k in range(3 * n):
+        j = k % n if k < n else n - 1 - k % n
+        order[k // n, j] = rank[k * n_microbatches : (k + 1) * n_microbatches]
+    return order

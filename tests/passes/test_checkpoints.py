@@ -105,3 +105,11 @@ def test_a_plan_is_given_segments(chain):
 def test_segments_that_are_not_of_their_stage_are_refused(chain, modes, segments, message):
     with pytest.raises(PlanError, match=message):
         with_segments(plan(*modes), chain, segments)
+
+
+def test_a_segment_that_reads_a_view_keeps_all_of_its_memory(chain: Chain) -> None:
+    view = Value("view", 7, 2, (4,), gradient=True, view_of="v1")
+    large = replace(chain.values[1], bytes=200)
+    viewed = replace(chain, values=(chain.values[0], large, *chain.values[2:], view))
+
+    assert segment_cost(viewed, 1, 5, [(4, 5)]).kept_bytes == 20 + 30 + 40 + 4 + 200

@@ -31,6 +31,7 @@ def test_the_judge_says_what_the_simulator_says(seed: int) -> None:
     # The last block reads it, and the model returns it.
     both = Value("both", 3000, 0, (23, 24), gradient=True)
     chain = replace(chain, values=(*chain.values, both))
+    chain = saved_by_several(chain, random)
     p, m = random.choice([2, 3]), random.choice([2, 4])
     asked = problem(chain, p, m, recompute=True)
     judge = Judge(asked)
@@ -53,11 +54,17 @@ def test_the_judge_says_what_the_simulator_says(seed: int) -> None:
         segments=[runs(again, b, e) for b, e in pairwise(bounds)],
     )
     assert found.worth == (0, pytest.approx(expected.step_ms))
-    # What a segment keeps of skips is counted on the safe side.
-    for peak, exact in zip(found.ran[7].tolist(), expected.peak_bytes, strict=True):
-        assert exact <= peak <= 1.3 * exact + KIB
-    if not any(prices):
-        assert found.ran[7].tolist() == list(expected.peak_bytes)
+    assert found.ran[7].tolist() == list(expected.peak_bytes)
+
+
+def saved_by_several(chain: Chain, random: Random) -> Chain:
+    """The chain whose blocks save what goes into them too, and some what one before them saves."""
+    blocks = list(chain.blocks)
+    for k in range(1, len(blocks)):
+        earlier = random.choice(blocks[:k]).saved[:1] if random.random() < 0.5 else ()
+        came = ((f"v{k - 1}", chain.values[k - 1].bytes),)
+        blocks[k] = replace(blocks[k], saved=(*blocks[k].saved, *came, *earlier))
+    return replace(chain, blocks=tuple(blocks))
 
 
 def test_the_judge_counts_tied_weights_once_on_one_device() -> None:
@@ -335,9 +342,11 @@ def test_alike_stages_of_a_model_are_its_layers() -> None:
 
 
 def test_a_device_with_more_to_do_has_no_leisure() -> None:
-    judge = Judge(problem(plain([block(f"b{k}") for k in range(8)], 0), 2, 2))
+    chain = plain([block(f"b{k}") for k in range(8)], 0)
+    judge = Judge(problem(chain, 2, 2, network=Network(Link(0.0, 1e3))))
 
-    leisure = judge.leisure(Candidate((0, 1, 4, 5, 8), (0, 1, 0, 1), (0,) * 4, 4))
+    candidate = Candidate((0, 1, 4, 5, 8), (0, 1, 0, 1), (0,) * 4, 4)
+    leisure = judge.leisure(judge(candidate, (1,), 1))
 
     assert leisure.tolist() == pytest.approx([2, 2 / 3, 2, 2 / 3])
 

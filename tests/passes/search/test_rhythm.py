@@ -63,10 +63,14 @@ def test_every_rhythm_can_run(seed: int) -> None:
         assert len(found.ran[0]) == 3 * 5 * 5
 
 
-def test_a_chain_that_takes_no_time_has_a_rhythm() -> None:
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("device_of", [(0, 1), (0, 1, 1, 0), (0, 1, 0, 1)])
+def test_a_chain_that_takes_no_time_has_a_rhythm(device_of: tuple[int, ...], seed: int) -> None:
     judge = Judge(problem(plain([block(f"b{k}", 0.0, 0.0) for k in range(4)]), 2, 3))
+    n = len(device_of)
+    path = tuple(range(0, 5, 4 // n))
 
-    found = ran(judge, Candidate((0, 2, 4), (0, 1), (0, 0), 3), rhythm.drawn(Random(0)))
+    found = ran(judge, Candidate(path, device_of, (0,) * n, 3), rhythm.drawn(Random(seed)))
 
     assert found.worth[0] == 0
 
