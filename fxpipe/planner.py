@@ -26,6 +26,8 @@ from fxpipe.settings import table_of
 from fxpipe.show.progress import Progress
 from fxpipe.target import load
 
+_NAMED_S = 1.0  # the search for a named schedule's cuts and for what is computed again
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -119,14 +121,17 @@ def answered(
     return Answer(name, plan, "", time.perf_counter() - start)
 
 
-def named(question: Question) -> Iterator[Answer]:
-    """Each named schedule, its cuts by dynamic programming, nothing computed again."""
-    q = replace(question, checkpoint=CheckpointMode.NEVER)
-    bound_ms = _bound_ms(q)
+def named(question: Question, *, seed: int, workers: int | None) -> Iterator[Answer]:
+    """Each named schedule, its cuts by dynamic programming.
+
+    Where blocks may be computed again, by a short search for cuts and for these blocks.
+    """
+    q, bound_ms = question, _bound_ms(question)
     for name in order.NAMES:
         start = time.perf_counter()
         try:
-            plan = planned(q, name, table_of(name, q.n_devices, q.n_microbatches, q.loops))
+            table = table_of(name, q.n_devices, q.n_microbatches, q.loops)
+            plan = planned(q, name, table, seed=seed, workers=workers, time_limit_s=_NAMED_S)
             plan = replace(plan, bound_ms=bound_ms)
             yield Answer(name, plan, "", time.perf_counter() - start)
         except FxpipeError as error:
@@ -152,7 +157,7 @@ def one_device_ms(question: Question) -> float | None:
 
 
 def _bound_ms(q: Question) -> float:
-    free = bytes_free(q.chain, q.room_bytes, q.training_factor)
+    free = None if q.recompute else bytes_free(q.chain, q.room_bytes, q.training_factor)
     edges = edges_of(q.chain)
     bound_ms = lower_bound_ms(q.chain, edges, q.n_devices, q.n_microbatches, q.network, free)
     return max(bound_ms, q.least_launch_ms)

@@ -187,6 +187,19 @@ def test_blocks_are_computed_again_when_asked_for(tmp_path: Path) -> None:
     assert max(facts["peak_bytes"]) <= 5000
 
 
+def test_named_schedules_compute_blocks_again_too_when_asked_for(tmp_path: Path) -> None:
+    blocks = [BLOCK | {"saved_bytes": 1000}] * 6
+    path = written(tmp_path, blocks=blocks, capacity_bytes=5000)
+    asked = ("--chain", path, "--devices", 2, "--microbatches", 4)
+
+    without = plan(*asked, "--schedule", "gpipe", "--checkpoint", "auto")
+    facts = plan(*asked, "--checkpoint", "auto")
+
+    found = {each["name"]: each for each in facts["candidates"]}
+    assert found["1f1b"]["step_ms"] > facts["step_ms"]
+    assert found["gpipe"]["step_ms"] == pytest.approx(without["step_ms"], rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

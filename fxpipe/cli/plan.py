@@ -154,7 +154,7 @@ def plan_command(
                 time_limit_s=time_limit,
                 progress=progress,
             )
-        others = [] if schedule else list(named(question))
+        others = [] if schedule else list(named(question, seed=seed, workers=workers))
         alone_ms = one_device_ms(question)
         answer(
             report_plan.plan_json(question, found, others, alone_ms),
