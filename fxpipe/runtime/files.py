@@ -183,22 +183,20 @@ def _as_edited(folder: Path, manifest: Manifest) -> Iterator[StageSpec]:
     """
 
     def is_edited(name: str) -> bool:
-        return _digest(folder / name) != manifest.files.get(name, "none")[:_DIGITS]
+        written = manifest.files.get(name)
+        return written is not None and _digest(folder / name) != written[:_DIGITS]
 
     shared = is_edited("blocks.py") or is_edited("functions.py")
     edited = [spec for spec in manifest.stages if shared or is_edited(spec.file)]
     read = {(port.source, port.value) for spec in edited for port in spec.inputs}
     for j, spec in enumerate(manifest.stages):
-        outputs = [
-            replace(
-                output,
-                spec=replace(
-                    output.spec, requires_grad=output.spec.requires_grad or spec in edited
-                ),
-                detached=output.detached and spec not in edited and (j, output.value) not in read,
-            )
-            for output in spec.outputs
-        ]
+        outputs = []
+        for output in spec.outputs:
+            made, dtype = output.spec, output.spec.torch_dtype
+            if spec in edited and (dtype.is_floating_point or dtype.is_complex):
+                made = replace(made, requires_grad=True)
+            detached = output.detached and spec not in edited and (j, output.value) not in read
+            outputs.append(replace(output, spec=made, detached=detached))
         yield replace(spec, outputs=tuple(outputs))
 
 

@@ -110,6 +110,25 @@ def test_an_edited_stage_detaches_what_it_says_alone(checkpoint, tmp_path):
         model.zero_grad()
 
 
+class Chosen(Layers):
+    """Numbers that have no gradient go from stage to stage too."""
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h) + h.argmax(1, keepdim=True)
+
+
+def test_of_what_an_edited_stage_makes_only_real_numbers_may_have_gradients(tmp_path):
+    x = torch.randn(8, 6)
+    packages = cut_everywhere(compile_flat(Chosen(), (x,), devices="cpu*2", microbatches=2))
+    for package in packages:
+        out = package.write(tmp_path / str(package.plan.cuts[0]))
+        with (out / "stage_0.py").open("a") as file:
+            file.write("# mine\n")
+        made = [output.spec for output in fxpipe.load(out)._stages[0].outputs]
+        assert [spec.requires_grad for spec in made] == [spec.dtype == "float32" for spec in made]
+
+
 class Averages(Layers):
     """Its `out=` takes nothing that asks for a gradient; the first layer is frozen."""
 
