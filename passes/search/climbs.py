@@ -34,14 +34,14 @@ from functools import partial
 from random import Random
 
 from fxpipe.passes.bound.lower import bytes_free, lower_bound_ms
-from fxpipe.passes.partition_path import even_path
 from fxpipe.passes.search.begin import begun
 from fxpipe.passes.search.fit import fitted
 from fxpipe.passes.search.forms import Forms
-from fxpipe.passes.search.judge import Candidate, Found, Judge, SearchProblem, shapes
+from fxpipe.passes.search.judge import Found, Judge, SearchProblem, shapes
 from fxpipe.passes.search.moves import moved
 from fxpipe.passes.search.refine import refined, settled
 from fxpipe.passes.search.tables import tables
+from fxpipe.passes.search.warm import warm
 from fxpipe.schedule import Schedule
 
 # Actions simulated in a second by one core of 2024, with what is done besides to choose moves.
@@ -84,6 +84,18 @@ def _climb_from(found: Found, random: Random) -> _Climb:
     return _Climb(found, found, [found.worth] * _LATE, random)
 
 
+def _bound_ms(problem: SearchProblem) -> float:
+    chain, capacity_bytes = problem.chain, problem.capacity_bytes
+    return lower_bound_ms(
+        chain,
+        problem.edges,
+        problem.n_devices,
+        problem.n_microbatches,
+        problem.network,
+        None if problem.recompute else bytes_free(chain, capacity_bytes, problem.training_factor),
+    )
+
+
 class Search:
     """One search under way: its budget, its chance, what it found."""
 
@@ -96,8 +108,9 @@ class Search:
         n_workers: int = 1,
         progress: Callable[[float], None] = lambda _: None,
         start: Found | None = None,
+        bound_ms: float | None = None,
     ) -> None:
-        """`start` is what was found of the same chain with more room."""
+        """`start` is what was found of the same chain with more room, `bound_ms` its bound."""
         self.judge = Judge(problem)
         self._start = start
         self.problem = problem
@@ -107,23 +120,14 @@ class Search:
         self.n_climbs = min(1 + int(self.budget / _ANOTHER), _MOST_CLIMBS)
         self.time_limit_s = time_limit_s
         self.begun_by = self.ends_at = float("inf")
-        self.bound_ms = lower_bound_ms(
-            problem.chain,
-            problem.edges,
-            problem.n_devices,
-            problem.n_microbatches,
-            problem.network,
-            None
-            if problem.recompute
-            else bytes_free(problem.chain, problem.capacity_bytes, problem.training_factor),
-        )
+        self.bound_ms = _bound_ms(problem) if bound_ms is None else bound_ms
         self.best_ms = float("inf")
         self.progress = progress
 
     def run(self) -> Found:
         """The best step found."""
         with ThreadPoolExecutor(self.n_workers) as pool:
-            self._warm()
+            warm()
             now = time.monotonic()
             self.begun_by, self.ends_at = now + _BEGIN * self.time_limit_s, now + self.time_limit_s
             climbs = self._begun(pool)
@@ -146,17 +150,6 @@ class Search:
                 work = (1 - for_moves) * left / len(climbs)
                 list(pool.map(partial(self._refine, work=work), climbs))
         return min((climb.best for climb in climbs), key=lambda found: found.worth)
-
-    def _warm(self) -> None:
-        """The first step of a process, the first move and the first form wait for machine code."""
-        p, table = self.problem.n_devices, self.problem.table
-        shape = tuple(range(p)) if table is None else table.stage_to_device
-        path = even_path(self.problem.chain, self.problem.edges, len(shape))
-        last = len(self.judge.prices) - 1
-        candidate = Candidate(path, shape, (last,) * len(shape), 0, table)
-        fitted(self.judge, self._refined(self.judge(candidate, (1,), 1), Random(self.seed)))
-        for short in (False, True):
-            Forms(self.judge, 0, Random(self.seed), short=short).draw(1.0, lambda _: True)
 
     def _is_short(self, begun: list[_Climb], first: Found) -> bool:
         """Whether orders have to be made for memory: not all that is begun fits, but `first`.

@@ -47,7 +47,8 @@ def lean_search(
         room = tuple((part * capacity).astype(np.int64).tolist())
         # What nothing had to compute again stays so, and more is found in the time.
         leaner = replace(problem, capacity_bytes=room, recompute=any(found.candidate.prices))
-        again = begun(leaner, time_limit_s=_SHARE * time_limit_s, start=found)
+        share_s = _SHARE * time_limit_s
+        again = begun(leaner, time_limit_s=share_s, start=found, bound_ms=run.bound_ms)
         tried = _finished(again, again.run())
         if tried.worth <= longest:
             found = tried

@@ -1,6 +1,6 @@
 """Tables that a search begins with, and that of the step it ends with."""
 
-from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from fxpipe.passes import order
 from fxpipe.passes.search.judge import Found
@@ -8,13 +8,16 @@ from fxpipe.passes.simulate_numbers import KINDS
 from fxpipe.schedule import Action, Schedule
 
 
-def tables(n_devices: int, n_microbatches: int, loops: Sequence[int]) -> Iterator[Schedule]:
+@lru_cache(maxsize=1)  # for the searches of one plan
+def tables(n_devices: int, n_microbatches: int, loops: tuple[int, ...]) -> tuple[Schedule, ...]:
     """The named schedules with as many stages a device."""
+    found = []
     for name in order.NAMES:
         usual = order.usual_loops(name, n_devices)
         for count in loops if name in order.LOOPED and n_devices > 1 else (usual,):
             if count in loops:
-                yield order.build(name, n_devices, n_microbatches, count)
+                found.append(order.build(name, n_devices, n_microbatches, count))
+    return tuple(found)
 
 
 def table_of(found: Found, n_devices: int) -> Schedule:
