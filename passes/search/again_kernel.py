@@ -10,8 +10,8 @@ from fxpipe.jit import compiled
 
 @compiled
 def sent_here(value, begin, end, producers, read_ends, readers):  # type: ignore[no-untyped-def]
-    """Whether the blocks [begin, end) are sent this value: made before them, read by one."""
-    if value < 0 or producers[value] >= begin:
+    """Whether the blocks [begin, end) are sent this storage: a value made before, read by one."""
+    if value >= len(producers) or producers[value] >= begin:
         return False
     for r in range(read_ends[value - 1] if value > 0 else 0, read_ends[value]):
         if begin <= readers[r] < end:
@@ -21,7 +21,7 @@ def sent_here(value, begin, end, producers, read_ends, readers):  # type: ignore
 
 @compiled
 def saved_bytes(  # type: ignore[no-untyped-def]
-    begin, end, ends, befores, sizes, names, values, producers, read_ends, readers, present,
+    begin, end, ends, befores, sizes, names, producers, read_ends, readers, present,
 ):  # fmt: skip
     """What each of the blocks [begin, end) saves first; what they are sent is `present`."""
     saved = np.zeros(end - begin, np.int64)
@@ -29,7 +29,7 @@ def saved_bytes(  # type: ignore[no-untyped-def]
         for place in range(ends[k - 1] if k > 0 else 0, ends[k]):
             if befores[place] >= begin:
                 continue
-            if sent_here(values[place], begin, end, producers, read_ends, readers):
+            if sent_here(names[place], begin, end, producers, read_ends, readers):
                 present[names[place]] = begin
             else:
                 saved[k - begin] += sizes[place]
@@ -66,7 +66,7 @@ def mark_again(begin, price, saved, forward_before, crossing, again):  # type: i
 @compiled
 def stage_memory(  # type: ignore[no-untyped-def]
     begin, end, price, forward_before, crossing,
-    ends, befores, sizes, names, values,
+    ends, befores, sizes, names,
     producers, value_sizes, value_names, read_ends, readers, again, present, come,
 ):  # fmt: skip
     """What a stage keeps of one micro-batch and what it computes again, where a byte costs `price`.
@@ -76,7 +76,7 @@ def stage_memory(  # type: ignore[no-untyped-def]
     kept, bytes that come again in all, those of the largest run, ms.
     """
     saved = saved_bytes(
-        begin, end, ends, befores, sizes, names, values, producers, read_ends, readers, present
+        begin, end, ends, befores, sizes, names, producers, read_ends, readers, present
     )
     again[begin:end] = False
     if price <= 0:

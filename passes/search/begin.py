@@ -42,5 +42,5 @@ def begun(judge: Judge, shape: tuple[int, ...], table: Schedule | None, until: f
         tried = judge(candidate, groups, _ROUNDS)
         work += tried.work
         found = min(found, tried, key=lambda one: one.worth)
-    best = fitted(judge, found, reach=max(last, 1))
+    best = fitted(judge, found, reach=last)
     return replace(best, work=work + best.work - found.work)

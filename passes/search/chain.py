@@ -44,7 +44,6 @@ class ChainArrays:
     saved_befores: _Ints
     saved_sizes: _Ints
     saved_names: _Ints
-    saved_values: _Ints
     static_ends: _Ints
     static_befores: _Ints
     static_sizes: _Ints
@@ -66,9 +65,8 @@ class ChainArrays:
 def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
     """The arrays of `chain`, whose parameters count `1 + training_factor` times."""
     blocks, values = chain.blocks, sorted(chain.values, key=attrgetter("producer"))
-    number = {value.name: k for k, value in enumerate(values)}
     saved = [block.saved for block in blocks]
-    names = dict(number)
+    names = {value.name: k for k, value in enumerate(values)}
     for name in (*(name for one in saved for name, _ in one), *(v.memory for v in values)):
         names.setdefault(name, len(names))
     trained = [block.trained for block in blocks]
@@ -96,9 +94,6 @@ def chain_arrays(chain: Chain, training_factor: float) -> ChainArrays:
         saved_befores=_befores(saved),
         saved_sizes=_sizes(saved),
         saved_names=np.array([names[name] for named in saved for name, _ in named], np.int64),
-        saved_values=np.array(
-            [number.get(name, -1) for named in saved for name, _ in named], np.int64
-        ),
         static_ends=_ends(static),
         static_befores=_befores(static),
         static_sizes=_sizes(static),

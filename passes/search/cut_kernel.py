@@ -47,7 +47,7 @@ def cut(  # type: ignore[no-untyped-def]
     action_ms, forward_before, backward_before, weight_before, halving_before,
     loss_bytes, forward_workspaces, backward_workspaces, input_workspaces, weight_workspaces,
     arriving_before, written_before, crossing,
-    n_names, saved_ends, saved_befores, saved_sizes, saved_names, saved_values,
+    n_names, saved_ends, saved_befores, saved_sizes, saved_names,
     static_ends, static_befores, static_sizes,
     trained_ends, trained_befores, trained_sizes, trained_afters,
     producers, value_sizes, value_names, gradients, read_ends, readers,
@@ -105,7 +105,7 @@ def cut(  # type: ignore[no-untyped-def]
             halving = action_ms + halving_before[end] - halving_before[begin]
         kept, comes, largest, again_ms = stage_memory(
             begin, end, prices[j], forward_before, crossing,
-            saved_ends, saved_befores, saved_sizes, saved_names, saved_values,
+            saved_ends, saved_befores, saved_sizes, saved_names,
             producers, value_sizes, value_names, read_ends, readers, again, present, come,
         )  # fmt: skip
         if again[begin:end].any():

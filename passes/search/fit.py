@@ -18,7 +18,7 @@ def fitted(judge: Judge, found: Found, reach: int = 1) -> Found:
     until it is known how many are enough.
     """
     candidate, last = found.candidate, len(judge.prices) - 1
-    if not found.worth[0] and not any(candidate.prices):
+    if last == 0 or (not found.worth[0] and not any(candidate.prices)):
         return found
     device_of, steps, work = list(candidate.device_of), np.array(candidate.prices), found.work
     # Of each device, what is too little and the least that is enough, as far as that is known.

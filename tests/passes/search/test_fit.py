@@ -41,3 +41,14 @@ def test_devices_compute_again_as_little_as_their_memory_allows(seed: int, of_ta
             if price:
                 fewer = (p - (j == d) for j, p in enumerate(fit.candidate.prices))
                 assert judge.at_prices(fit, tuple(fewer)).peak_bytes[d] > room[d]
+
+
+def test_where_nothing_is_computed_again_nothing_is_tried() -> None:
+    chain = random_chain(Random(0), 24)
+    judge = Judge(problem(chain, 2, 4, capacity=1))
+    path = even_path(chain, judge.problem.edges, 2)
+
+    found = judge(Candidate(path, (0, 1), (0, 0), 4), (1,), 1)
+
+    assert found.worth[0] > 0
+    assert fitted(judge, found) is found
