@@ -195,8 +195,8 @@ class Body:
             self._done = []
 
     def _unpack(self, node: fx.Node, items: Sequence[fx.Node | None], writer: Writer) -> Line:
-        variables = ", ".join(self.names[item.name] if item else "_" for item in items)
-        code = _unparenthesized(f"{variables} = {writer.expression(node)}")
+        variables = [self.names[item.name] if item else "_" for item in items]
+        code = _unparenthesized(_bound(variables, writer.expression(node)))
         return Line(self._indent + code, self._common_spec(items))
 
     def _common_spec(self, items: Sequence[fx.Node | None]) -> str:
@@ -239,7 +239,7 @@ class Body:
             span = f"{first}{loop.numbers[-1] + 1}"
             yield Line(f"{self._indent}for i in range({span}):")
             module = f"{container}[str(i)]"
-        call = f"{', '.join(variables)} = {called(node, module, ', '.join(arguments))}"
+        call = _bound(variables, called(node, module, ", ".join(arguments)))
         yield Line(f"{self._indent}    {call}", self._common_spec(results))
         for result, name in lists.items():
             yield Line(f"{self._indent}    {name}.append({variables[result]})")
@@ -271,6 +271,14 @@ class Body:
 def _section(node: fx.Node) -> tuple[Region, bool | None, str]:
     """The region and mode that the line is of, and the module whose forward has it."""
     return node.meta.get(REGION, PLAIN), node.meta.get(MODE), home(node)
+
+
+def _bound(variables: Sequence[str], call: str) -> str:
+    """The results of `call` to these variables; one alone by its place: `_` would hold the rest."""
+    wanted = [variable for variable in variables if variable != "_"]
+    if len(wanted) == 1 < len(variables):
+        return f"{wanted[0]} = {call}[{variables.index(wanted[0])}]"
+    return f"{', '.join(variables)} = {call}"
 
 
 def _singular(name: str) -> str:

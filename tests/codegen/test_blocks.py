@@ -246,6 +246,34 @@ def test_results_of_every_layer_are_collected_in_a_list(tmp_path):
     assert lines[start + 2].endswith(".append(x)")
 
 
+def test_of_a_layer_in_a_loop_a_result_that_is_wanted_alone_is_taken_alone(tmp_path):
+    class Weighing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+
+        def forward(self, x):
+            weights = torch.softmax(self.mix(x), 1)
+            return x * weights, weights
+
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Weighing() for _ in range(4))
+
+        def forward(self, x):
+            x, first = self.layers[0](x)
+            for layer in self.layers[1:]:
+                x, _ = layer(x)
+            return x, first
+
+    package = verified(First, rows, tmp_path, devices="cpu*1")
+    lines = code(package.files["stage_0.py"])
+    start = lines.index("for layer in self.layers[1:4]:")
+    assert lines[start - 1] == "weights, x = self.layers[0](x)"
+    assert lines[start + 1] == "x = layer(x)[1]"
+
+
 def test_lists_that_grow_are_lists_that_grow(tmp_path):
     class Dense(nn.Module):
         def __init__(self, width):

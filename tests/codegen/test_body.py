@@ -43,6 +43,20 @@ def test_tuples_are_unpacked_and_what_nobody_reads_is_an_underscore():
     ]
 
 
+def test_a_result_that_is_wanted_alone_is_taken_alone_so_that_no_variable_holds_the_others():
+    class Takes(nn.Module):
+        def forward(self, x):
+            largest, _ = x.max(1, keepdim=True)
+            _, places = x.sort(1)
+            return x * largest + places
+
+    assert body(Takes(), torch.randn(4, 6)) == [
+        "largest = x.max(1, keepdim=True)[0]",
+        "places = x.sort(1)[1]",
+        "return x * largest + places",
+    ]
+
+
 def test_a_variable_is_written_again_once_nobody_reads_its_value():
     class Again(nn.Module):
         def forward(self, x):
