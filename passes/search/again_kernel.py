@@ -7,6 +7,10 @@ import numpy as np
 
 from fxpipe.jit import compiled
 
+# What is marked of each block: it keeps what it saves, or is computed again, as the first of its
+# segment or as one more.
+KEPT, FIRST, MORE = 0, 1, 2
+
 
 @compiled
 def sent_here(value, begin, end, producers, read_ends, readers):  # type: ignore[no-untyped-def]
@@ -37,73 +41,115 @@ def saved_bytes(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def mark_again(begin, price, saved, forward_before, crossing, again):  # type: ignore[no-untyped-def]
+def mark_again(  # type: ignore[no-untyped-def]
+    begin, price, share, saved, forward_before, crossing, again
+):  # fmt: skip
     """Mark in `again` the blocks of a stage to compute again, where a byte kept costs `price`.
 
-    Of all ways, the one with the least ms + price x bytes kept, if a run of such blocks kept all
-    that crosses the place before it. The price falls along the stage, so that of blocks that are
-    all alike some can be kept.
+    Of all ways, that of the least ms + price x (bytes kept + `share` x bytes of the largest
+    segment), if a segment kept all that crosses the place before it. How large one may be is halved
+    for as long as that pays.
+    """
+    best, limit = np.inf, saved.sum()
+    while True:
+        cost, starts, largest = _within(begin, price, limit, saved, forward_before, crossing)
+        cost += price * share * largest
+        if cost >= best:
+            return
+        best, limit = cost, largest // 2
+        again[begin : begin + len(saved)] = KEPT
+        for k in range(len(saved)):
+            if starts[k] >= 0:
+                again[begin + k] = FIRST if starts[k] == k else MORE
+
+
+@compiled
+def _within(begin, price, limit, saved, forward_before, crossing):  # type: ignore[no-untyped-def]
+    """The best way whose segments save at most `limit` bytes, where larger ones cost nothing.
+
+    Returns what it costs, of each block where its segment starts or -1, and the bytes of the
+    largest. The price falls along the stage, so that of blocks that are all alike some can be kept.
     """
     n = len(saved)
-    # The best that ends in a block kept (0) or computed again (1), and where it came from.
-    came = np.zeros((n, 2), np.int8)
-    kept_cost, again_cost = 0.0, np.inf
+    # The best that ends in a block kept, or in a segment; where that started, and what it is worth
+    # to start one at each place. Of the places that are near enough, `queue` has those that may
+    # still be the best, each worth less than the ones behind it.
+    kept_cost, again_cost = np.zeros(n + 1), np.full(n + 1, np.inf)
+    came, worth = np.zeros(n + 1, np.int64), np.empty(n)
+    queue, head, tail = np.empty(n, np.int64), 0, 0
+    room = limit
+    left = 0
     for k in range(n):
-        forward = forward_before[begin + k + 1] - forward_before[begin + k]
         here = price * (1.5 - k / n)
-        begun = kept_cost + (here * crossing[begin + k] if k > 0 else 0.0) + forward
-        went_on = again_cost + forward
-        came[k, 0] = 0 if kept_cost <= again_cost else 1
-        came[k, 1] = 0 if begun < went_on else 1
-        kept_cost = min(kept_cost, again_cost) + here * saved[k]
-        again_cost = min(begun, went_on)
-    state = 0 if kept_cost <= again_cost else 1
-    for k in range(n - 1, -1, -1):
-        again[begin + k] = state == 1
-        state = came[k, state]
+        best = min(kept_cost[k], again_cost[k])
+        before = here * crossing[begin + k] if k > 0 else 0.0
+        worth[k] = best + before - forward_before[begin + k]
+        while tail > head and worth[queue[tail - 1]] > worth[k]:
+            tail -= 1
+        queue[tail] = k
+        tail += 1
+        room -= saved[k]
+        while room < 0:
+            room += saved[left]
+            left += 1
+        while head < tail and queue[head] < left:
+            head += 1
+        kept_cost[k + 1] = best + here * saved[k]
+        if head < tail:
+            came[k + 1] = queue[head]
+            again_cost[k + 1] = worth[queue[head]] + forward_before[begin + k + 1]
+    starts, largest, k = np.full(n, -1), 0, n
+    while k > 0:
+        if kept_cost[k] <= again_cost[k]:
+            k -= 1
+            continue
+        starts[came[k] : k] = came[k]
+        largest = max(largest, saved[came[k] : k].sum())
+        k = came[k]
+    return min(kept_cost[n], again_cost[n]), starts, largest
 
 
 @compiled
 def stage_memory(  # type: ignore[no-untyped-def]
-    begin, end, price, forward_before, crossing,
+    begin, end, price, share, forward_before, crossing,
     ends, befores, sizes, names,
     producers, value_sizes, value_names, read_ends, readers, again, present, come,
 ):  # fmt: skip
     """What a stage keeps of one micro-batch and what it computes again, where a byte costs `price`.
 
-    The blocks are marked in `again`. The storages that are there are marked with `begin` in
-    `present`, those that a run of such blocks brings, with its first block in `come`. Returns bytes
-    kept, bytes that come again in all, those of the largest run, ms.
+    The blocks are marked in `again`, as `mark_again` says. The storages that are there are marked
+    with `begin` in `present`, those that a segment brings, with its first block in `come`. Returns
+    bytes kept, bytes that come again in all, those of the largest segment, ms.
     """
     saved = saved_bytes(
         begin, end, ends, befores, sizes, names, producers, read_ends, readers, present
     )
-    again[begin:end] = False
+    again[begin:end] = KEPT
     if price <= 0:
         return saved.sum(), 0, 0, 0.0
-    mark_again(begin, price, saved, forward_before, crossing, again)
-    kept, comes, largest, run, first, ms = 0, 0, 0, 0, -1, 0.0
+    mark_again(begin, price, share, saved, forward_before, crossing, again)
+    kept, comes, largest, brings, first, ms = 0, 0, 0, 0, -1, 0.0
     for k in range(begin, end):
         for place in range(ends[k - 1] if k > 0 else 0, ends[k]):
-            if not again[k] and present[names[place]] != begin:
+            if again[k] == KEPT and present[names[place]] != begin:
                 present[names[place]] = begin
                 kept += sizes[place]
     kept += read_bytes(
         begin, end, producers, value_sizes, value_names, read_ends, readers, again, present
     )
     for k in range(begin, end):
-        if not again[k]:
+        if again[k] == KEPT:
             continue
-        if k == begin or not again[k - 1]:
-            run, first = 0, k
+        if again[k] == FIRST:
+            brings, first = 0, k
         ms += forward_before[k + 1] - forward_before[k]
         for place in range(ends[k - 1] if k > 0 else 0, ends[k]):
             name = names[place]
             if present[name] != begin and come[name] != first:
                 come[name] = first
-                run += sizes[place]
+                brings += sizes[place]
                 comes += sizes[place]
-        largest = max(largest, run)
+        largest = max(largest, brings)
     return kept, comes, largest, ms
 
 
@@ -111,13 +157,13 @@ def stage_memory(  # type: ignore[no-untyped-def]
 def read_bytes(  # type: ignore[no-untyped-def]
     begin, end, producers, sizes, names, read_ends, readers, again, present,
 ):  # fmt: skip
-    """What the runs of blocks computed `again` read of the stage before them, if not `present`."""
+    """What the segments read of the stage before them, if not `present`."""
     kept, first, n_values = 0, begin, len(producers)
     while first < end:
-        last = first
-        while last < end and again[last]:
+        last = first + 1
+        while last < end and again[last] == MORE:
             last += 1
-        before = np.searchsorted(producers, first) if last > first else 0
+        before = np.searchsorted(producers, first) if again[first] == FIRST else 0
         for value in range(np.searchsorted(producers, begin), before):
             name = names[value]
             if present[name] == begin:
@@ -125,5 +171,5 @@ def read_bytes(  # type: ignore[no-untyped-def]
             if sent_here(value, first, last, producers, read_ends, readers):
                 present[name] = begin
                 kept += max(sizes[value], sizes[name] if name < n_values else 0)
-        first = max(last, first + 1)
+        first = last
     return kept

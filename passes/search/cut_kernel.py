@@ -43,7 +43,7 @@ def shared_bytes(begin, end, ends, befores, sizes, bounds, device_of, j):  # typ
 
 @compiled
 def cut(  # type: ignore[no-untyped-def]
-    bounds, n_microbatches, device_of, prices,
+    bounds, n_microbatches, device_of, prices, whole,
     action_ms, forward_before, backward_before, weight_before, halving_before,
     loss_bytes, forward_workspaces, backward_workspaces, input_workspaces, weight_workspaces,
     arriving_before, written_before, crossing,
@@ -55,7 +55,8 @@ def cut(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The numbers of stages with these bounds, stage j on device `device_of[j]`.
 
-    `prices[j]` is what a kept byte costs stage j in ms, 0 where it computes nothing again.
+    `prices[j]` is what a kept byte costs stage j in ms, 0 where it computes nothing again; `whole`
+    is the share of the backwards that are not in halves.
     """
     n, n_devices = len(bounds) - 1, len(latency)
     lasts = np.empty((4, n, 2))
@@ -67,7 +68,7 @@ def cut(  # type: ignore[no-untyped-def]
     there, back = np.full((n, n), -1, np.int64), np.full((n, n), -1, np.int64)
     values_there, values_back = np.zeros((n, n), np.int64), np.zeros((n, n), np.int64)
     inputs = np.zeros(n, np.int64)
-    again = np.zeros(bounds[n], np.bool_)
+    again = np.zeros(bounds[n], np.int8)
     present, come = np.full(n_names, -1), np.full(n_names, -1)
     for value in range(len(producers)):
         source = -1
@@ -103,8 +104,12 @@ def cut(  # type: ignore[no-untyped-def]
         if sends_back[j]:
             weight = action_ms + weight_before[end] - weight_before[begin]
             halving = action_ms + halving_before[end] - halving_before[begin]
+        # Of what a device keeps there are as many micro-batches on their way, in all of its stages,
+        # and no more; of segments there is one at a time, if the backward is whole.
+        on_their_way = n - j if n <= n_devices else n + n_devices
+        on_their_way = min(on_their_way, n_microbatches * n / n_devices)
         kept, comes, largest, again_ms = stage_memory(
-            begin, end, prices[j], forward_before, crossing,
+            begin, end, prices[j], whole / on_their_way, forward_before, crossing,
             saved_ends, saved_befores, saved_sizes, saved_names,
             producers, value_sizes, value_names, read_ends, readers, again, present, come,
         )  # fmt: skip

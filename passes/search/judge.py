@@ -146,11 +146,14 @@ class Judge:
         """What the kernels take of `candidate`, and the blocks that it computes again."""
         device_of = np.array(candidate.device_of, np.int64)
         prices = np.array([self.prices[step] for step in candidate.prices])
+        m, table = self.problem.n_microbatches, candidate.table
+        n_halved = len(device_of) * candidate.halved if table is None else len(table.split)
         return cut(  # type: ignore[no-any-return]
             self.edges[list(candidate.path)],
-            self.problem.n_microbatches,
+            m,
             device_of,
             prices,
+            1 - n_halved / (len(device_of) * m),
             *self.chain,
             *self.links,
         )

@@ -20,6 +20,7 @@ from fxpipe.passes.partition_costs import (
     too_few_blocks,
 )
 from fxpipe.passes.search import ordered
+from fxpipe.passes.search.again_kernel import FIRST, MORE
 from fxpipe.passes.search.climbs import Search
 from fxpipe.passes.search.judge import Found, Judge, SearchProblem
 from fxpipe.passes.search.lean import lean_search
@@ -132,7 +133,7 @@ def _plan(
 ) -> Plan:
     bounds = tuple(problem.edges[e] for e in found.candidate.path)
     _, again = judge.numbers(found.candidate)
-    segments = tuple(runs(again.tolist(), begin, end) for begin, end in pairwise(bounds))
+    segments = tuple(segments_of(again.tolist(), begin, end) for begin, end in pairwise(bounds))
     checkpoint = checkpoints.place(CheckpointMode.NEVER, len(segments))
 
     table = problem.table or table_of(found, problem.n_devices)
@@ -177,10 +178,10 @@ def lacking(problem: SearchProblem, plan: Plan) -> int:
     return max(peak - capacity for peak, capacity in peaks)
 
 
-def runs(marked: list[bool], begin: int, end: int) -> tuple[tuple[int, int], ...]:
-    """The runs of marked blocks within [begin, end)."""
-    starts = [k for k in range(begin, end) if marked[k] and (k == begin or not marked[k - 1])]
-    ends = [k + 1 for k in range(begin, end) if marked[k] and (k + 1 == end or not marked[k + 1])]
+def segments_of(marks: list[int], begin: int, end: int) -> tuple[tuple[int, int], ...]:
+    """The segments within [begin, end) that blocks are marked as."""
+    starts = [k for k in range(begin, end) if marks[k] == FIRST]
+    ends = [next((k for k in range(start + 1, end) if marks[k] != MORE), end) for start in starts]
     return tuple(zip(starts, ends, strict=True))
 
 

@@ -19,7 +19,7 @@ from fxpipe.passes.partition_path import even_path
 from fxpipe.passes.search import climbs
 from fxpipe.passes.search.climbs import Search
 from fxpipe.passes.search.judge import Candidate, Found, Judge, shapes
-from fxpipe.passes.search.plan import LOOPS, chain_loops, runs
+from fxpipe.passes.search.plan import LOOPS, chain_loops, segments_of
 from fxpipe.passes.search.shift_kernel import critical_counts, critical_ms
 from fxpipe.passes.search.tables import table_of
 
@@ -51,7 +51,7 @@ def test_the_judge_says_what_the_simulator_says(seed: int) -> None:
         checkpoint=place(CheckpointMode.NEVER, len(shape)),
         network=NETWORK,
         training_factor=2.0,
-        segments=[runs(again, b, e) for b, e in pairwise(bounds)],
+        segments=[segments_of(again, b, e) for b, e in pairwise(bounds)],
     )
     assert found.worth == (0, pytest.approx(expected.step_ms))
     assert found.ran[7].tolist() == list(expected.peak_bytes)
@@ -411,5 +411,14 @@ def test_what_fits_nowhere_says_what_the_nearest_plan_lacks_and_what_would_help(
 
     with pytest.raises(PlanError, match=r"has 1 byte, .*: devices with more memory$"):
         searched(problem(chain, 2, 4, capacity=1))
-    with pytest.raises(PlanError, match=r"sgd`\), or 3 devices of 130.00 KiB, with `--check"):
-        searched(problem(chain, 2, 4, capacity=130 * KIB, recompute=True))
+    with pytest.raises(PlanError, match=r"sgd`\), or 3 devices of 120.00 KiB, with `--check"):
+        searched(problem(chain, 2, 4, capacity=120 * KIB, recompute=True))
+
+
+def test_segments_that_touch_come_back_one_at_a_time_where_all_at_once_do_not_fit() -> None:
+    chain = plain([block(f"b{k}", saved=10 * KIB, parameters=10 * KIB) for k in range(8)], 0)
+
+    plan = searched(problem(chain, 2, 4, capacity=130 * KIB, recompute=True))
+
+    assert any(a[1] == b[0] for own in plan.segments for a, b in pairwise(own))
+    assert max(plan.estimate.peak_bytes) <= 130 * KIB
