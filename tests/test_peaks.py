@@ -148,6 +148,28 @@ class Routes(nn.Module):
         return x
 
 
+class Unrolls(nn.Module):
+    """A recurrent cell, step by step: all stages have its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for row in x.unbind(1):
+            state = self.cell(row, state)
+        return self.head(state)
+
+
+def test_a_lane_holds_another_lanes_weight_once_for_all_its_stages(tmp_path):
+    x = torch.randn(8, 12, WIDTH)
+    setting = {"devices": "cpu*2", "microbatches": 4, "profile": "analytic:cpu"}
+    package = fxpipe.compile(Unrolls(), (x,), loss_fn=squares, schedule="interleaved", **setting)
+    assert_held(package, tmp_path, squares, None, x)
+
+
 class Bends(nn.Module):
     """Layers that save what they make."""
 

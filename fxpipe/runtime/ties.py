@@ -1,7 +1,7 @@
 """One parameter used by stages of several lanes: one owner, copies for the others, one gradient.
 
 The owner is the first stage that holds it. On the owner's device the others hold the very
-Parameter; elsewhere they get a copy of its current value for each call.
+Parameter; elsewhere they get a copy of its current value for each call, one for all of a lane.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,26 +15,36 @@ from fxpipe.runtime.memory import Memory
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.swapping import swapped
 
+# A stage, and the name under which it uses the parameter.
+Use = tuple[Stage, str]
+Copies = dict[int, dict[str, Tensor]]
+
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Stage `stage` uses under `name` the parameter `owner`, which a stage of another lane owns."""
+    """One lane's stages have these `uses` of the parameter `owner`, which another lane's owns."""
 
-    stage: Stage
-    name: str
     owner: str
+    uses: Sequence[Use]
     same_device: bool
 
+    @property
+    def lane(self) -> int:
+        """The lane of all its stages."""
+        return self.uses[0][0].lane
 
-Copies = dict[int, dict[str, Tensor]]
+    @property
+    def device(self) -> torch.device:
+        """The lane's."""
+        return self.uses[0][0].device
 
 
 @contextmanager
 def copied(ties: Sequence[Tie], parameters: Mapping[str, nn.Parameter]) -> Iterator[Copies]:
     """For `pipe(x)`: copies on other devices, made by autograd, which adds their gradients up."""
     apart = [tie for tie in ties if not tie.same_device]
-    copies = [parameters[tie.owner].to(tie.stage.device) for tie in apart]
-    with bound(apart, copies) as by_stage:
+    copies = [parameters[tie.owner].to(tie.device) for tie in apart]
+    with bound([tie.uses for tie in apart], copies) as by_stage:
         yield by_stage
 
 
@@ -44,20 +54,18 @@ def collected(
 ) -> Iterator[None]:
     """For `step`: each lane has a leaf of its own, whose gradient goes to the owner's at the end.
 
-    So no two threads write one gradient, and the sum is in the order of the stages. While `memory`
-    is measured, lanes of one device have values of their own too.
+    So no two threads write one gradient, and the sum is in the order of the lanes' first stages.
+    While `memory` is measured, lanes of one device have values of their own too.
     """
     owners = [parameters[tie.owner] for tie in ties]
-    values = [owner.detach().to(tie.stage.device) for tie, owner in zip(ties, owners, strict=True)]
+    values = [owner.detach().to(tie.device) for tie, owner in zip(ties, owners, strict=True)]
     if memory is not None:
-        values = [
-            memory.held(value, tie.stage.lane) for tie, value in zip(ties, values, strict=True)
-        ]
+        values = [memory.held(value, tie.lane) for tie, value in zip(ties, values, strict=True)]
     leaves = [
         value.requires_grad_(owner.requires_grad)
         for value, owner in zip(values, owners, strict=True)
     ]
-    with bound(ties, leaves):
+    with bound([tie.uses for tie in ties], leaves):
         yield
     for owner, leaf in zip(owners, leaves, strict=True):
         if leaf.grad is not None:
@@ -65,11 +73,12 @@ def collected(
 
 
 @contextmanager
-def bound(ties: Sequence[Tie], tensors: Sequence[Tensor]) -> Iterator[Copies]:
-    """Let each tie's stage compute with its tensor in the place of the parameter."""
+def bound(ties: Sequence[Sequence[Use]], tensors: Sequence[Tensor]) -> Iterator[Copies]:
+    """Let each tie's stages compute with its tensor in the place of the parameter."""
     by_stage: Copies = {}
     with ExitStack() as stack:
-        for tie, tensor in zip(ties, tensors, strict=True):
-            stack.enter_context(swapped(tie.stage.module, "_parameters", {tie.name: tensor}))
-            by_stage.setdefault(tie.stage.index, {})[tie.name] = tensor
+        for uses, tensor in zip(ties, tensors, strict=True):
+            for stage, name in uses:
+                stack.enter_context(swapped(stage.module, "_parameters", {name: tensor}))
+                by_stage.setdefault(stage.index, {})[name] = tensor
         yield by_stage

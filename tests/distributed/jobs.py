@@ -356,6 +356,24 @@ def training(folder: Path, name: str, m: int) -> str:
     return "equal"
 
 
+def shared_by_two_stages(folder: Path) -> str:
+    """This rank's stages compute with one leaf of a weight that another's has too."""
+    model, pipe = pair(folder, toys.SHARES)
+    x, seen = toys.SHARES.inputs(), []
+
+    def loss_fn(output: Tensor, target: object) -> Tensor:
+        b, last = (stage.module for stage in pipe._stages)
+        seen.append(b.b.weight is last.c.weight is last.d.weight)
+        return toys.mean_loss(output)
+
+    for _ in range(2):
+        expected = toys.plain_step(toys.SHARES, model, x, 4)
+        assert toys.same(pipe.step(*x, loss_fn=loss_fn), expected)
+        toys.assert_same_state(pipe, model)
+    assert all(seen)
+    return "equal"
+
+
 def averaged(folder: Path) -> str:
     """A second pipeline follows the weights of the first, which can't be copied, and evaluates."""
     model, pipe = pair(folder, toys.CHAIN)

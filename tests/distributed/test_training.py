@@ -25,6 +25,11 @@ def test_a_tie_among_four_ranks_of_which_one_has_no_stage(four, tmp_path):
     assert four.run(jobs.training, tmp_path, "tied", 4) == ["equal"] * 4
 
 
+def test_two_stages_of_a_rank_have_one_leaf_of_a_weight(two, tmp_path):
+    toys.write(tmp_path, toys.SHARES, 4, devices=(1, 0, 0))
+    assert two.run(jobs.shared_by_two_stages, tmp_path) == EQUAL
+
+
 def test_a_second_pipeline_keeps_an_average_of_the_weights(two, tmp_path):
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 0, 1))
     assert two.run(jobs.averaged, tmp_path) == EQUAL

@@ -18,16 +18,7 @@ from toys import (
     same,
 )
 
-from fxpipe.runtime import package
 from fxpipe.runtime.copy import Links, new_copy_streams
-
-
-@pytest.fixture
-def _apart(monkeypatch):
-    def parse_devices(devices):
-        return tuple(torch.device("cpu", index) for index in range(len(devices)))
-
-    monkeypatch.setattr(package, "parse_devices", parse_devices)
 
 
 @pytest.mark.usefixtures("_apart")

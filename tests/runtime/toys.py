@@ -475,6 +475,63 @@ TIED = Toy(
 )
 
 
+class Shares(nn.Module):
+    """Four layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
+        self.b.weight = self.c.weight = self.d.weight = self.a.weight
+
+    def forward(self, x):
+        return self.d(self.c(self.b(self.a(x).tanh()).tanh()).tanh())
+
+
+SHARES = Toy(
+    Shares,
+    (
+        Part(
+            """
+            def __init__(self):
+                super().__init__()
+                self.a = nn.Linear(6, 6)
+
+            def forward(self, x):
+                return self.a(x).tanh()
+            """,
+            (None,),
+            ("f",),
+        ),
+        Part(
+            """
+            def __init__(self):
+                super().__init__()
+                self.b = nn.Linear(6, 6)
+
+            def forward(self, f):
+                return self.b(f).tanh()
+            """,
+            (0,),
+            ("g",),
+        ),
+        Part(
+            """
+            def __init__(self):
+                super().__init__()
+                self.c = nn.Linear(6, 6)
+                self.d = nn.Linear(6, 6)
+
+            def forward(self, g):
+                return self.d(self.c(g).tanh())
+            """,
+            (1,),
+            ("y",),
+        ),
+    ),
+    aliases=tuple((f"{name}.weight", "a.weight") for name in "bcd"),
+)
+
+
 class Noisy(nn.Module):
     """Dropout in three ways, in three stages; `q` lies in memory in another order than its dims."""
 

@@ -1,9 +1,9 @@
 """Parameters that stages of several ranks use: equal on all, and with one gradient.
 
-Each holder computes with a leaf of its own; after a step the leaves' gradients are added up over
-the holders in all replicas, and the sum goes to the parameter of each. So all holders' optimizers
-take equal steps. The owner, whose values the others begin with, is the rank of the first stage that
-uses it.
+Each holder computes with a leaf of its own, one for all its stages; after a step the leaves'
+gradients are added up over the holders in all replicas, and the sum goes to the parameter of each.
+So all holders' optimizers take equal steps. The owner, whose values the others begin with, is the
+rank of the first stage that uses it.
 
 Where a parameter is sharded over the replicas, each share's gradient has been summed over them
 before, and is added up over the holders within the replica.
@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -24,9 +23,8 @@ from fxpipe.runtime.distributed.around import names_around
 from fxpipe.runtime.distributed.dtensors import broadcast, local, shared_like
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.manifest import Manifest
-from fxpipe.runtime.portal import add_gradients
 from fxpipe.runtime.stage import Stage
-from fxpipe.runtime.ties import Tie, bound
+from fxpipe.runtime.ties import Use, bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class Shared:
     name: str
     owner: int
     group: Any
-    uses: tuple[Tie, ...]
+    uses: tuple[Use, ...]
 
 
 def holders(manifest: Manifest) -> dict[str, list[int]]:
@@ -96,7 +94,7 @@ class SharedWeights:
                     group = groups[members]
             if ranks.rank in among:
                 uses = tuple(
-                    Tie(stage, name, first, True)
+                    (stage, name)
                     for stage in stages
                     for name in stage.spec.parameters
                     if names[name] == first
@@ -111,13 +109,12 @@ class SharedWeights:
     @contextmanager
     def collected(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """For `step`: when the block ends, each parameter gets the sum of all stages' gradients."""
-        leaves = [[_leaf(parameters[each.name]) for _ in each.uses] for each in self.shared]
-        with bound([tie for each in self.shared for tie in each.uses], list(chain(*leaves))):
+        leaves = [_leaf(parameters[each.name]) for each in self.shared]
+        with bound([each.uses for each in self.shared], leaves):
             yield
-        for each, own_leaves in zip(self.shared, leaves, strict=True):
+        for each, leaf in zip(self.shared, leaves, strict=True):
             parameter = parameters[each.name]
-            own = add_gradients([leaf.grad for leaf in own_leaves])
-            total = self._summed(each, own, parameter)
+            total = self._summed(each, leaf.grad, parameter)
             if total is not None:
                 torch.autograd.backward([parameter], [total])
 

@@ -17,7 +17,7 @@ from fxpipe.runtime.batchnorm import deferred
 from fxpipe.runtime.manifest import StateSpec
 from fxpipe.runtime.promises import forget
 from fxpipe.runtime.stage import Stage
-from fxpipe.runtime.ties import Tie
+from fxpipe.runtime.ties import Tie, Use
 from fxpipe.runtime.weights.bound import Bound, Place
 from fxpipe.runtime.weights.modes import Modes
 
@@ -94,7 +94,7 @@ class State:
         self._specs = specs
         self._stages = stages
         self._deferred = deferred(stage.module for stage in stages)
-        self._uses: dict[str, list[tuple[Stage, str]]] = {}
+        self._uses: dict[str, list[Use]] = {}
         first_names = {spec.name: _first_name(spec) for spec in specs}
         for stage in stages:
             for name in (*stage.spec.parameters, *stage.spec.buffers):
@@ -199,13 +199,15 @@ class State:
             tensor.requires_grad_(spec.spec.requires_grad)
         return tensor
 
-    def _ties(self) -> Sequence[Tie]:
-        return [
-            Tie(stage, name, first, stage.device == uses[0][0].device)
-            for first, uses in self._uses.items()
-            for stage, name in uses
-            if stage.lane != uses[0][0].lane and name in stage.spec.parameters
-        ]
+    def _ties(self) -> Iterator[Tie]:
+        for first, uses in self._uses.items():
+            owner = uses[0][0]
+            by_lane: dict[int, list[Use]] = {}
+            for stage, name in uses:
+                if stage.lane != owner.lane and name in stage.spec.parameters:
+                    by_lane.setdefault(stage.lane, []).append((stage, name))
+            for there in by_lane.values():
+                yield Tie(first, tuple(there), there[0][0].device == owner.device)
 
 
 def keys_of(specs: Sequence[StateSpec], given: Iterable[str]) -> dict[str, str]:
