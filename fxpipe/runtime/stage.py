@@ -55,8 +55,11 @@ class Stage:
         """
         counts = self.spec.segments and self.spec.mutated_buffers
         if not self.spec.random and not counts:
+            from fxpipe.runtime.written_out import WrittenOut  # a second, for inductor
+
             # Else Inductor's kernels for the CPU keep Python from the other lanes while they run.
-            self.module.compile(options={"cpp_wrapper": self.device.type == "cpu"})
+            options = {"cpp_wrapper": self.device.type == "cpu"}
+            self.module.compile(options=options | {"post_grad_custom_pre_pass": WrittenOut()})
 
     def defer_batch_norm(self, n_microbatches: int) -> None:
         """Let its batch norms update their statistics once for all micro-batches, if they can.

@@ -44,6 +44,49 @@ ONE = Toy(
 )
 
 
+class Adds(nn.Module):
+    """Products of matrices added `alpha` times: to a value, and in place to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.down, self.up = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.randn(2, 6))
+        self.register_buffer("seen", torch.zeros(6, 6))
+
+    def forward(self, x):
+        h = self.first(x)
+        y = torch.sub(torch.add(h, h @ self.down @ self.up, alpha=0.1), h @ h.t() @ h, alpha=0.2)
+        self.seen.mul_(0.9).add_(h.detach().t() @ h.detach(), alpha=0.1)
+        return torch.add(h @ self.seen.clone(), y, alpha=2) + torch.add(y, 1, alpha=3)
+
+
+ADDS = Toy(
+    Adds,
+    (
+        Part(
+            """
+            def __init__(self):
+                super().__init__()
+                self.first = nn.Linear(6, 6)
+                self.down = nn.Parameter(torch.randn(6, 2))
+                self.up = nn.Parameter(torch.randn(2, 6))
+                self.register_buffer("seen", torch.zeros(6, 6))
+
+            def forward(self, x):
+                h = self.first(x)
+                y = torch.add(h, h @ self.down @ self.up, alpha=0.1)
+                y = torch.sub(y, h @ h.t() @ h, alpha=0.2)
+                self.seen.mul_(0.9).add_(h.detach().t() @ h.detach(), alpha=0.1)
+                return torch.add(h @ self.seen.clone(), y, alpha=2) + torch.add(y, 1, alpha=3)
+            """,
+            (None,),
+            ("y",),
+            mutated=("seen",),
+        ),
+    ),
+)
+
+
 @pytest.fixture
 def traced_only(monkeypatch):
     """All of torch.compile but inductor's kernels, which take a C++ compiler seconds."""
@@ -100,10 +143,11 @@ def test_it_trains_and_evaluates_when_called(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor's kernels for CPU need g++")
-def test_kernels_of_inductor_give_the_same(tmp_path):
-    model, pipe = _both(tmp_path, ONE)
-    x = ONE.inputs(8)
-    expected = plain_step(ONE, model, x, 4, False)
+@pytest.mark.parametrize("toy", [ONE, ADDS], ids=["layers", "sums of products"])
+def test_kernels_of_inductor_give_the_same(tmp_path, toy):
+    model, pipe = _both(tmp_path, toy)
+    x = toy.inputs(8)
+    expected = plain_step(toy, model, x, 4, False)
     assert same(pipe.step(*x, loss_fn=mean_loss), expected)
     assert_same_state(pipe, model)
 
@@ -138,7 +182,7 @@ def test_kernels_for_the_cpu_leave_python_to_other_lanes(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, options: asked.append(options))
     load(write(tmp_path, CHAIN), compile=True)
-    assert asked == [{"cpp_wrapper": True}] * len(CHAIN.parts)
+    assert [options["cpp_wrapper"] for options in asked] == [True] * len(CHAIN.parts)
 
 
 def test_an_error_while_tracing_says_the_line(tmp_path):
