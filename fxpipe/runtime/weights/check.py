@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from fxpipe.errors import WeightsError
 
@@ -41,6 +42,25 @@ def check(
             + "\n  ".join(["", *broken, *_prefix(missing, unexpected)])
             + "\nnothing was loaded; give those of the model that was compiled"
         )
+
+
+def check_ties(first_names: Mapping[str, str], given: Mapping[str, Tensor]) -> None:
+    """Raise WeightsError if names of one tensor are `given` several, as `assign` would have them.
+
+    `first_names` has the first of its names by each of a tensor's.
+    """
+    known: dict[str, str] = {}
+    for name, first in first_names.items():
+        if name in given and not _equal(given[name], given[known.setdefault(first, name)]):
+            raise WeightsError(
+                f"{name!r} and {known[first]!r} are one in the pipeline, and the state_dict has "
+                "two of different values for them, which assign=True would make them: nothing was "
+                "loaded; load without assign, or untie them in the model, and compile it again"
+            )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other.to(one.device))
 
 
 def _more(keys: list[str]) -> str:

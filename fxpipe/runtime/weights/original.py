@@ -73,11 +73,12 @@ class Original(nn.Module):
     ) -> Any:
         """Load the original model's weights; nothing is loaded unless all fit.
 
+        Tied weights stay tied with `assign` too, where a plain model has as many as are given.
         Over processes each takes its part of the whole model's, or of its own alone.
 
         What else the model puts into a whole one, by `get_extra_state` say, is kept, and given
         back by `state_dict`. Raises WeightsError that names all missing, unexpected and wrongly
-        shaped keys.
+        shaped keys, or a tied one that `assign` is given with several values.
         """
         tensors = self._tensors()
         wanted = self._wanted(tensors, whole=not self._elsewhere.isdisjoint(state_dict))
@@ -90,12 +91,15 @@ class Original(nn.Module):
         }
         given = {key: value for key, value in state_dict.items() if key not in extra}
         weights.check(wanted, given, lambda name: given[name].shape, strict, "the state_dict")
+        if assign:
+            weights.check_ties({s.name: s.alias_of or s.name for s in self._specs}, given)
         parts = {
             key: self._part(tensors[key], value) if key in tensors else value
             for key, value in given.items()
             if key not in self._elsewhere
         }
         result = super().load_state_dict(parts, strict, assign)
+        self._state.tie(self, parts)
         self._extra |= extra
         self._loaded()
         return result

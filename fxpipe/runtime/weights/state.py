@@ -159,6 +159,12 @@ class State:
             for name in stage.spec.mutated_buffers
         ]
 
+    def tie(self, root: nn.Module, given: Iterable[str]) -> None:
+        """Let names that were not `given` have what another name of their tensor was."""
+        for name, key in keys_of(self._specs, given).items():
+            if name != key:
+                put(root, name, _tensor(root, key))
+
     def stands(self) -> bool:
         """Whether the tree is as it was bound. Raises WeightsError if it can't be bound anew."""
         return self._bound.stands()

@@ -192,6 +192,31 @@ def test_assigned_weights_are_shared_with_the_stages(tmp_path):
     assert same(pipe(*TIED.inputs()), model(*TIED.inputs()))
 
 
+def test_of_a_tied_weight_one_name_is_enough_to_assign_it(tmp_path):
+    model, pipe = both(tmp_path, TIED)
+    weight = model.head.weight.detach() * 3
+    for name in ("embed.weight", "head.weight"):
+        weight = weight * 2
+        result = pipe.load_state_dict({name: weight}, strict=False, assign=True)
+        assert name not in result.missing_keys
+        assert pipe.head.weight is pipe.embed.weight
+        assert torch.equal(pipe.head.weight, weight)
+    model.load_state_dict({"head.weight": weight}, strict=False)
+    assert same(pipe(*TIED.inputs()), model(*TIED.inputs()))
+
+
+def test_a_tied_weight_that_is_assigned_two_values_is_refused_before_any_is_loaded(tmp_path):
+    model, pipe = both(tmp_path, TIED)
+    before = copy.deepcopy(pipe.state_dict())
+    weights = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    weights["head.weight"] = weights["head.weight"] * 3
+    with pytest.raises(WeightsError, match=r"'head.weight' and 'embed.weight' are one") as error:
+        pipe.load_state_dict(weights, assign=True)
+    assert "compile it again" in str(error.value)
+    assert all(torch.equal(before[name], tensor) for name, tensor in pipe.state_dict().items())
+    assert same(pipe(*TIED.inputs()), model(*TIED.inputs()))
+
+
 def test_saved_values_of_buffers_are_loaded(tmp_path):
     both(tmp_path, NORMED)
     torch.save({"bn.running_mean": torch.full((8,), 3.0)}, tmp_path / "buffers.pt")
