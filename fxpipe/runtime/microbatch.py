@@ -87,8 +87,11 @@ def _named(
         if name in given:
             raise InputError(f"{name!r} was given twice, by position and by name")
         if name not in names:
+            # What `**kwargs` may take too is not known here.
             raise InputError(
-                f"{manifest.model}'s forward takes no {name!r}; it takes {', '.join(names)}"
+                f"{name!r} was no input of {manifest.model}'s forward when the pipeline was "
+                f"compiled; those were {', '.join(names)}: leave it out, or compile again with it, "
+                "if the model takes it"
             )
         given[name] = value
     compiled = manifest.input_structure["dict"]

@@ -86,4 +86,4 @@ def test_each_rank_gives_the_inputs_that_its_own_stages_read(two, tmp_path):
     late, early, unknown = errors
     assert late == "rank 1: its stages read shift: give it to this rank too"
     assert early == "rank 0: its stages read x: give it to this rank too"
-    assert "forward takes no 'mask'" in unknown
+    assert "'mask' was no input of Late's forward" in unknown

@@ -193,7 +193,7 @@ BAD_INPUTS = {
     "missing": ((), {}, "missing inputs: x"),
     "too many": ((0, 0), {}, "2 positional inputs were given, Chain's forward takes 1: x"),
     "twice": ((0,), {"x": 0}, "'x' was given twice"),
-    "unknown": ((), {"z": 0}, "takes no 'z'"),
+    "unknown": ((), {"z": 0}, "leave it out, or compile again with it, if the model takes it"),
     "no tensor": ((3,), {}, "['x'] must be a tensor"),
     "no rows": ((torch.zeros(0, 6),), {}, "a batch of 0 rows can't be cut into micro-batches"),
     "another shape": ((torch.zeros(8, 5),), {}, "'x' must have shape [batch, 6], found [8, 5]"),
