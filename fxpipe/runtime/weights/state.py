@@ -40,6 +40,16 @@ class Shell(nn.Module):
     def __iter__(self) -> Iterator[nn.Module]:
         return self.children()
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"the pipeline's modules have the model's parameters and buffers, but no {name!r}, "
+                "and no methods: call that of the model's module, and give the pipeline the "
+                "model's state_dict() with load_state_dict"
+            ) from None
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Weights stand here alone; a setting, as a dropout's `p`, is the stages' modules' too."""
         here = name in self._parameters or name in self._buffers or name in self._modules

@@ -50,6 +50,17 @@ def test_settings_of_a_module_are_those_of_the_stages_module(tmp_path):
     assert same(pipe(*NORMED.inputs()), model(*NORMED.inputs()))
 
 
+def test_a_method_that_only_the_models_module_has_is_told_with_the_way_out(tmp_path):
+    model, pipe = both(tmp_path, NORMED)
+    pipe(*NORMED.inputs())
+    assert not hasattr(pipe.bn, "reset_running_stats")
+    with pytest.raises(AttributeError, match=r"no 'reset_running_stats'.* load_state_dict"):
+        pipe.bn.reset_running_stats()
+    model.bn.reset_running_stats()
+    pipe.load_state_dict(model.state_dict())
+    assert not pipe.bn.running_mean.any()
+
+
 @pytest.mark.parametrize("setting", ["p", "forward"])
 def test_a_setting_that_no_stage_has_is_refused(tmp_path, setting):
     _, pipe = both(tmp_path, CHAIN)
