@@ -48,8 +48,7 @@ def whole_where_it_pays(
     own = _with_own_halves(schedule)
     if step_of(own) <= step_ms * (1 + _LONGER):
         table = own
-    halved = [action for row in table.rows for action in row if action.kind is Kind.INPUT]
-    every = _merged(table, halved, second=False)
+    halved, every = _halved(table), all_whole(table)
     tries = max(2, min(_MOST_TRIES, _MOST_ACTIONS // sum(map(len, table.rows))))
     together = -(-2 * len(halved) // tries)
     for k in range(0, len(halved), together):
@@ -60,6 +59,15 @@ def whole_where_it_pays(
                 table, step_ms = tried, min(tried_ms, step_ms)
                 break
     return every if step_of(every) <= step_ms * (1 + _LONGER) else table
+
+
+def all_whole(schedule: Schedule) -> Schedule:
+    """`schedule` with all backwards whole, each where its first half is: it can run as well."""
+    return _merged(schedule, _halved(schedule), second=False)
+
+
+def _halved(schedule: Schedule) -> list[Action]:
+    return [action for row in schedule.rows for action in row if action.kind is Kind.INPUT]
 
 
 def _merged(schedule: Schedule, halved: Sequence[Action], second: bool) -> Schedule:

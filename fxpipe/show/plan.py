@@ -1,12 +1,13 @@
 """What `fxpipe plan` prints: the best plan, and others beside it."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.console import RenderableType
 from rich.markup import escape
 
-from fxpipe.ir import Plan
+from fxpipe.ir import CheckpointMode, Plan
 from fxpipe.passes.search.ordered import NAME as ORDERED
 from fxpipe.planner import Answer
 from fxpipe.question import Question
@@ -20,14 +21,16 @@ def plan_json(
     """The best plan; times in ms, bytes by device, `schedule` as rows of cells.
 
     `one_device_ms` is the step on one of them alone, None where it doesn't fit. With recomputation
-    `recomputed` has the runs of blocks, by stage, and what they add.
+    `recomputed` has the runs of blocks, by stage, and what they add; `checkpoint` is the mode by
+    which stages are computed again whole, if they are.
     """
     plan = found.plan
     assert plan is not None
     facts = {**_plan_json(plan), "seconds": found.seconds, "one_device_ms": alone_ms}
     if question.recompute:
-        facts["recomputed"] = [[list(run) for run in runs] for runs in plan.segments]
+        facts["recomputed"] = [[list(run) for run in runs] for runs in _runs_of(question, plan)]
         facts["recompute_ms"] = _again_ms(question, plan)
+        facts["checkpoint"] = plan.checkpoint[0]
     if others:
         facts["candidates"] = [
             {"name": other.schedule, "seconds": other.seconds}
@@ -95,9 +98,12 @@ def _line(answer: Answer, plan: Plan) -> list[str]:
 
 def _best(question: Question, plan: Plan, alone_ms: float | None) -> str:
     bounds = (0, *plan.cuts, len(question.chain.blocks))
+    again = _runs_of(question, plan)
+    but_last = CheckpointMode.EXCEPT_LAST in plan.checkpoint
+    whole = ", of all micro-batches but the last" if but_last else ""
     lines = [
         f"stage {j} on device {device}: blocks {bounds[j]} to {bounds[j + 1] - 1}"
-        + (f", computes again {_runs(plan.segments[j])}" if plan.segments else "")
+        + (f", computes again {_text(again[j])}{whole}" if again else "")
         for j, device in enumerate(plan.stage_to_device)
     ]
     if plan.bound_ms is not None:
@@ -106,7 +112,7 @@ def _best(question: Question, plan: Plan, alone_ms: float | None) -> str:
         lines.append(f"no {what} takes less than {ms_text(plan.bound_ms)}")
     if question.n_devices > 1 and alone_ms is not None and alone_ms < plan.estimate.step_ms:
         lines.append(f"one device alone takes {ms_text(alone_ms)}, less than all of them")
-    if plan.segments:
+    if again:
         lines.append(
             f"computing again adds {ms_text(_again_ms(question, plan))} to a micro-batch, over "
             "all stages"
@@ -118,11 +124,18 @@ def _again_ms(question: Question, plan: Plan) -> float:
     blocks = question.chain.blocks
     return sum(
         blocks[k].forward_ms
-        for runs in plan.segments
+        for runs in _runs_of(question, plan)
         for begin, end in runs
         for k in range(begin, end)
     )
 
 
-def _runs(runs: Sequence[tuple[int, int]]) -> str:
+def _runs_of(question: Question, plan: Plan) -> Sequence[Sequence[tuple[int, int]]]:
+    """The blocks that each stage computes again; none at all if no stage does."""
+    if set(plan.checkpoint) == {CheckpointMode.NEVER}:
+        return plan.segments
+    return [[stage] for stage in pairwise((0, *plan.cuts, len(question.chain.blocks)))]
+
+
+def _text(runs: Sequence[tuple[int, int]]) -> str:
     return ", ".join(f"{begin} to {end - 1}" for begin, end in runs) or "nothing"

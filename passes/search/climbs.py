@@ -3,7 +3,7 @@
 1. Every named schedule on cuts of equal time is a first answer.
    So are, for each *shape*, a map of stages to devices (round and round, or back and forth, one to
    several stages a device), stages of equal time, each device computing again as little as fits
-   (begin.py, fit.py).
+   (begin.py, fit.py). Of a schedule that is given it is that alone, with its backwards whole too.
 2. Others are drawn, of any number of stages, made alike but for the first and the last (forms.py).
    Where memory is short, which is where not all of 1 fits, they have an order made for that
    (rhythm.py), and all that is left goes to 4.
@@ -19,7 +19,8 @@
    (refine.py). Where nothing fits yet, most of the work goes to 3.
 5. Neighbouring stages of one device, and halves of backwards, are put together where nothing is
    lost by it (tidy.py, order_whole.py).
-6. Where memory is short, it is weighed against named schedules (named.py).
+6. Where memory is short, it is weighed against named schedules, and a schedule that is given
+   against its own plans of whole stages computed again (named.py).
 
 Climbs go side by side in as many threads as there are workers. What a search does hangs on `seed`
 and on the actions that it simulates, for which the time limit and the number of workers stand. The
@@ -189,7 +190,8 @@ class Search:
         """A climb for each shape, and for the best of the named schedules."""
         problem, most = self.problem, len(self.problem.edges) - 1
         if problem.table is not None:
-            return [self._begin(problem.table.stage_to_device, problem.table)]
+            given = (problem.table, problem.whole)
+            return [self._begin(t.stage_to_device, t) for t in given if t is not None]
         named = [
             table
             for table in tables(problem.n_devices, problem.n_microbatches, problem.loops)
@@ -217,8 +219,15 @@ class Search:
 
         These have a `share` of the work. With it comes how much is left to be done.
         """
+        price, table = first.candidate.prices[0], first.candidate.table
         drawn = [
-            Forms(self.judge, first.candidate.prices[0], Random(f"{self.seed} {k}"), short=short)
+            Forms(
+                self.judge,
+                price,
+                Random(f"{self.seed} {k}"),
+                short=short,
+                table=None if self.problem.table is None else table,
+            )
             for k in range(self.n_workers)
         ]
         work, began_at = share * self.budget, time.monotonic()

@@ -18,6 +18,7 @@ from fxpipe.passes.search import rhythm
 from fxpipe.passes.search.fit import fitted
 from fxpipe.passes.search.judge import Candidate, Found, Judge
 from fxpipe.passes.search.rhythm import Rhythm
+from fxpipe.schedule import Schedule
 
 # How often a form is drawn anew, of how many of the best another is near, and how far at most.
 _ANEW, _BEST, _FACTOR = 0.15, 8, 1.5
@@ -73,12 +74,21 @@ class Form:
 class Forms:
     """Draws forms for one problem, and keeps the best found of each map of stages to devices."""
 
-    def __init__(self, judge: Judge, price: int, random: Random, *, short: bool = False) -> None:
+    def __init__(
+        self,
+        judge: Judge,
+        price: int,
+        random: Random,
+        *,
+        short: bool = False,
+        table: Schedule | None = None,
+    ) -> None:
         """`price` is the step of memory's to begin with; where memory is `short`, forms have a
-        rhythm.
+        rhythm. With a `table` devices follow it.
         """
         self.judge = judge
         self.price = price
+        self.table = table
         self.random = random
         self.short = short
         self.best: dict[tuple[int, ...], Found] = {}
@@ -103,7 +113,7 @@ class Forms:
     def _judged(self, form: Form) -> tuple[Found, float]:
         """The best of a form, its shares made to follow what devices have too much to do."""
         judge, problem = self.judge, self.judge.problem
-        p, n, table = problem.n_devices, form.n_stages, problem.table
+        p, n, table = problem.n_devices, form.n_stages, self.table
         device_of = form.device_of(p) if table is None else table.stage_to_device
         shares, best, work = form.shares(), None, 0.0
         for _ in range(_FOLLOWED):
@@ -139,8 +149,8 @@ class Forms:
 
     def _numbers_of_stages(self) -> tuple[int, int]:
         problem = self.judge.problem
-        if problem.table is not None:
-            return problem.table.n_stages, problem.table.n_stages
+        if self.table is not None:
+            return self.table.n_stages, self.table.n_stages
         most = min(max(problem.loops) * problem.n_devices, len(problem.edges) - 1)
         return min(min(problem.loops) * problem.n_devices, most), most
 

@@ -43,7 +43,8 @@ class SearchProblem:
     """What is searched. A stage begins at one of `edges`.
 
     `recompute` says whether blocks may be computed again, `loops` how many stages a device may
-    hold. With a `table` the order is given, and with it the stages' number and devices.
+    hold. With a `table` the order is given, and with it the stages' number and devices; if it is
+    in halves, `whole` is the one with whole backwards that may be run in its place.
     """
 
     chain: Chain
@@ -56,6 +57,7 @@ class SearchProblem:
     recompute: bool
     loops: tuple[int, ...]
     table: Schedule | None = None
+    whole: Schedule | None = None
 
 
 @dataclass(frozen=True, slots=True)

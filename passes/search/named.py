@@ -1,11 +1,12 @@
 """The named schedules beside a plan: what each would take on cuts of equal time, or on its own."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 
 from fxpipe.errors import PlanError
-from fxpipe.ir import Chain, CheckpointMode, Estimate, Network, Plan
+from fxpipe.ir import GIVEN, Chain, CheckpointMode, Estimate, Network, Plan
 from fxpipe.passes import checkpoints, order
 from fxpipe.passes.order_whole import whole_where_it_pays
 from fxpipe.passes.partition import partition
@@ -75,22 +76,62 @@ def shorter_named(problem: SearchProblem, than_ms: float, bound_ms: float) -> Pl
         left -= n_actions
         if left < 0:
             break
-        with suppress(PlanError):  # it does not fit
-            plan = partition(
-                problem.chain,
-                n_stages=n_stages,
-                n_microbatches=m,
-                schedule=name,
-                checkpoint=CheckpointMode.NEVER,
-                network=problem.network,
-                capacity_bytes=problem.capacity_bytes,
-                solver="dp",
-                loops=n_stages // p,
-                training_factor=problem.training_factor,
-            )
-            if plan.estimate.step_ms < than_ms:
-                shortest, than_ms = plan, plan.estimate.step_ms
+        plan = _shorter(problem, name, n_stages, n_stages // p, CheckpointMode.NEVER, than_ms)
+        if plan is not None:
+            shortest, than_ms = plan, plan.estimate.step_ms
     return shortest
+
+
+def shorter_by_modes(problem: SearchProblem, schedule_name: str, than_ms: float) -> Plan | None:
+    """The same of the schedule of that name whose table is given, in each mode of recomputation."""
+    table = problem.table
+    assert table is not None
+    schedule = table if schedule_name == GIVEN else schedule_name
+    loops = max(Counter(table.stage_to_device).values())
+    shortest: Plan | None = None
+    for mode in CheckpointMode if problem.recompute else (CheckpointMode.NEVER,):
+        plan = _shorter(problem, schedule, table.n_stages, loops, mode, than_ms)
+        if plan is not None:
+            shortest, than_ms = plan, plan.estimate.step_ms
+    return shortest
+
+
+def _shorter(
+    problem: SearchProblem,
+    schedule: str | Schedule,
+    n_stages: int,
+    loops: int,
+    checkpoint: CheckpointMode,
+    than_ms: float,
+) -> Plan | None:
+    """The plan of a schedule, cut by dynamic programming, if it fits and is shorter than that."""
+    if _least_ms(problem, checkpoint) >= than_ms:
+        return None
+    with suppress(PlanError):  # it does not fit
+        plan = partition(
+            problem.chain,
+            n_stages=n_stages,
+            n_microbatches=problem.n_microbatches,
+            schedule=schedule,
+            checkpoint=checkpoint,
+            network=problem.network,
+            capacity_bytes=problem.capacity_bytes,
+            solver="dp",
+            loops=loops,
+            training_factor=problem.training_factor,
+        )
+        if plan.estimate.step_ms < than_ms:
+            return plan
+    return None
+
+
+def _least_ms(problem: SearchProblem, checkpoint: CheckpointMode) -> float:
+    """A device's share of a step's work, with what is computed again."""
+    blocks, m = problem.chain.blocks, problem.n_microbatches
+    n_again = sum(checkpoints.recomputes(checkpoint, i, m) for i in range(m))
+    forward_ms = sum(block.forward_ms for block in blocks)
+    backward_ms = sum(block.backward_ms for block in blocks)
+    return ((m + n_again) * forward_ms + m * backward_ms) / problem.n_devices
 
 
 def _on_equal_cuts(

@@ -10,7 +10,7 @@ from math import inf
 from fxpipe.errors import PlanError
 from fxpipe.ir import GIVEN, Chain, CheckpointMode, Network, Plan
 from fxpipe.passes import checkpoints
-from fxpipe.passes.order_whole import whole_where_it_pays
+from fxpipe.passes.order_whole import all_whole, whole_where_it_pays
 from fxpipe.passes.partition_costs import (
     edges_of,
     evaluate,
@@ -24,7 +24,7 @@ from fxpipe.passes.search.again_kernel import FIRST, MORE
 from fxpipe.passes.search.climbs import Search
 from fxpipe.passes.search.judge import Found, Judge, SearchProblem
 from fxpipe.passes.search.lean import lean_search
-from fxpipe.passes.search.named import shorter_named
+from fxpipe.passes.search.named import shorter_by_modes, shorter_named
 from fxpipe.passes.search.tables import table_of
 from fxpipe.passes.simulate import simulate
 from fxpipe.schedule import Schedule
@@ -77,6 +77,7 @@ def search(
         recompute=recompute,
         loops=loops,
         table=table,
+        whole=all_whole(table) if table and table.split and schedule_name != GIVEN else None,
     )
     _check(problem)
     n_workers = n_workers or usual_workers()
@@ -88,10 +89,14 @@ def search(
         progress=progress,
     )
     plan = _plan(problem, run.judge, found, schedule_name, run.bound_ms)
-    if table is None and not orders:
-        than_ms = plan.estimate.step_ms if lacking(problem, plan) <= 0 else inf
-        if named := shorter_named(problem, than_ms, run.bound_ms):
-            plan = replace(named, schedule_name=schedule_name, bound_ms=run.bound_ms)
+    than_ms = plan.estimate.step_ms if lacking(problem, plan) <= 0 else inf
+    other: Plan | None = None
+    if table is not None:
+        other = shorter_by_modes(problem, schedule_name, than_ms)
+    elif not orders:
+        other = shorter_named(problem, than_ms, run.bound_ms)
+    if other is not None:
+        plan = replace(other, schedule_name=schedule_name, bound_ms=run.bound_ms)
     if lacking(problem, plan) > 0:
         raise PlanError(_does_not_fit(problem, plan))
     if not orders:
@@ -136,7 +141,7 @@ def _plan(
     segments = tuple(segments_of(again.tolist(), begin, end) for begin, end in pairwise(bounds))
     checkpoint = checkpoints.place(CheckpointMode.NEVER, len(segments))
 
-    table = problem.table or table_of(found, problem.n_devices)
+    table = found.candidate.table or table_of(found, problem.n_devices)
     if schedule_name != GIVEN:
         stages, messages = segmented_costs(
             problem.chain, bounds[1:-1], problem.training_factor, segments
@@ -196,7 +201,7 @@ def _does_not_fit(problem: SearchProblem, plan: Plan) -> str:
     action = next((a for a, (start, end) in spans if start <= at_ms <= end), "a message's arrival")
     static = static_bytes(plan.estimate, plan.stage_to_device, d, problem.training_factor)
     smaller = ["smaller micro-batches"] if static < problem.capacity_bytes[d] else []
-    ways = [*_remedies(problem), *smaller] or ["devices with more memory"]
+    ways = [*_remedies(problem, plan.schedule_name), *smaller] or ["devices with more memory"]
     return (
         f"no plan fits: in the nearest one found, device {d} needs {size_text(peaks[d] + held)} at "
         f"{action} and has {size_text(problem.capacity_bytes[d] + held)}, {size_text(over[d])} "
@@ -204,22 +209,28 @@ def _does_not_fit(problem: SearchProblem, plan: Plan) -> str:
     )
 
 
-def _remedies(problem: SearchProblem) -> Iterator[str]:
+def _remedies(problem: SearchProblem, schedule_name: str) -> Iterator[str]:
     """What was tried and makes some plan fit, before the search moves anything."""
     again = replace(problem, recompute=True)
-    if not problem.recompute and _fits(again):
+    fits = partial(_fits, schedule_name=schedule_name)
+    if not problem.recompute and fits(again):
         yield "`--checkpoint auto`"
         return
-    if problem.training_factor > 1 and _fits(replace(again, training_factor=1.0)):
+    if problem.table is not None and fits(replace(again, table=None, whole=None)):
+        yield "`--schedule auto`, with `--checkpoint auto`"
+        return
+    if problem.training_factor > 1 and fits(replace(again, training_factor=1.0)):
         yield "an optimizer without states (`--optimizer sgd`)"
     p, smallest = problem.n_devices, min(problem.capacity_bytes)
     for n_devices in (p + p // 2 + p % 2, 2 * p, 4 * p):
         more = replace(again, n_devices=n_devices, capacity_bytes=(smallest,) * n_devices)
-        if problem.table is None and n_devices < len(problem.edges) and _fits(more):
+        if problem.table is None and n_devices < len(problem.edges) and fits(more):
             capacity = smallest + problem.chain.library_bytes
             yield f"{n_devices} devices of {size_text(capacity)}, with `--checkpoint auto`"
             return
 
 
-def _fits(problem: SearchProblem) -> bool:
-    return Search(problem, seed=0, time_limit_s=0.0).run().worth[0] == 0
+def _fits(problem: SearchProblem, schedule_name: str) -> bool:
+    if Search(problem, seed=0, time_limit_s=0.0).run().worth[0] == 0:
+        return True
+    return problem.table is not None and bool(shorter_by_modes(problem, schedule_name, inf))

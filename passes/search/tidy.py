@@ -36,7 +36,7 @@ def tidied(judge: Judge, found: Found) -> Found:
     divides, edges = judge.problem.chain.divides, judge.problem.edges
     if not divides:
         return found
-    table = judge.problem.table or table_of(found, judge.problem.n_devices)
+    table = found.candidate.table or table_of(found, judge.problem.n_devices)
     best = judge(replace(found.candidate, table=table), (), 0)
     longest_ms = best.worth[1] * MOST_LONGER
     for j in range(1, len(best.candidate.path) - 1):

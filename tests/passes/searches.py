@@ -1,8 +1,8 @@
 """Small searches."""
 
-from fxpipe.ir import Chain, Link, Network, Plan
+from fxpipe.ir import GIVEN, Chain, Link, Network, Plan
 from fxpipe.passes.search.judge import SearchProblem
-from fxpipe.passes.search.plan import search
+from fxpipe.passes.search.plan import NAME, search
 from fxpipe.schedule import Schedule
 
 ROOMY = 2**40
@@ -33,7 +33,9 @@ def problem(
     )
 
 
-def searched(asked: SearchProblem, seed: int = 0, time_limit_s: float = 20.0) -> Plan:
+def searched(
+    asked: SearchProblem, seed: int = 0, time_limit_s: float = 20.0, name: str = ""
+) -> Plan:
     return search(
         asked.chain,
         n_devices=asked.n_devices,
@@ -44,6 +46,7 @@ def searched(asked: SearchProblem, seed: int = 0, time_limit_s: float = 20.0) ->
         recompute=asked.recompute,
         loops=asked.loops,
         table=asked.table,
+        schedule_name=name or (NAME if asked.table is None else GIVEN),
         seed=seed,
         time_limit_s=time_limit_s,
     )

@@ -76,7 +76,7 @@ def test_where_an_order_is_given_forms_keep_it_and_its_map() -> None:
     chain = plain([block(f"b{k}", float(1 + k % 3)) for k in range(24)], 0)
     table = order.build("zb-v", 2, 4, 2)
     asked = problem(chain, 2, 4, table=table)
-    forms = Forms(Judge(asked), 0, Random(0))
+    forms = Forms(Judge(asked), 0, Random(0), table=table)
 
     forms.draw(1e5, is_enough=lambda found: False)
 
