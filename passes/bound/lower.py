@@ -77,11 +77,14 @@ def lower_bound_ms(
 
 
 def bytes_free(chain: Chain, capacity_bytes: Sequence[int], training_factor: float) -> int:
-    """What devices of this capacity have together besides the model, its gradients and states."""
+    """What devices of this capacity have together besides the model, its gradients and states.
+
+    Nothing where these alone are too large.
+    """
     parameters = dict(one for block in chain.blocks for one in block.parameters)
     buffers = dict(one for block in chain.blocks for one in block.buffers)
     static = (1 + training_factor) * sum(parameters.values()) + sum(buffers.values())
-    return sum(capacity_bytes) - int(static)
+    return max(0, sum(capacity_bytes) - int(static))
 
 
 def most_forward_ms(atoms: Atoms, n_microbatches: int, free_bytes: int) -> float:

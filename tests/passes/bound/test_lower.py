@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise, product
 from random import Random
 
+import numpy as np
 import pytest
 from chains import block, plain
 
@@ -181,6 +182,15 @@ def test_parameters_count_with_gradients_and_states_each_storage_once() -> None:
     tied[1] = replace(tied[1], parameters=tied[0].parameters, buffers=(("buffer", 3),))
 
     assert bytes_free(plain(tied), (50, 40), 2.0) == 90 - 30 - 3
+
+
+def test_where_parameters_leave_no_room_there_is_a_bound_all_the_same() -> None:
+    chain = plain([block(f"b{k}", saved=k, parameters=100) for k in range(2)])
+    free = bytes_free(chain, (50, 50), 0.0)
+
+    assert free == 0
+    with np.errstate(all="raise"):
+        assert bound(chain, 2, 2, free=free) > 0
 
 
 def small_chain(random: Random) -> Chain:
