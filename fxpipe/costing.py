@@ -21,16 +21,16 @@ def costed(
     kwargs: Mapping[str, Any],
     *,
     devices: Sequence[Device],
-    microbatches: int,
+    counts: Sequence[int],
     loss: Loss | None,
     profile: Profile | str | None,
     progress: Callable[[str], None],
-) -> tuple[Capture, Profile]:
+) -> tuple[Capture, list[Profile]]:
     """What `compile` plans by: the graph of `model`, and the costs of its ops, loss and links.
 
-    They are measured here on `devices`, or those of a `profile` that fits, or, where that is text
-    such as `analytic:h100`, worked out for that device. Raises PlanError if there are more devices
-    than blocks.
+    These are of each of the `counts` of micro-batches. They are measured here on `devices`, or
+    those of a `profile` that fits, or, where that is text such as `analytic:h100`, worked out for
+    that device. Raises PlanError if there are more devices than blocks.
     """
     check_costs(model, profile)
     progress("capture")
@@ -38,7 +38,8 @@ def costed(
     check_blocks(captured, len(devices))
     progress("profile")
     inputs = flat_inputs(model, args, kwargs)
-    return captured, priced(captured, model, inputs, profile, microbatches, devices, loss)
+    costs = [priced(captured, model, inputs, profile, n, devices, loss) for n in counts]
+    return captured, costs
 
 
 def priced(

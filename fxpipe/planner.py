@@ -4,14 +4,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 
 from fxpipe.chain_file import ChainFile
 from fxpipe.costing import costed
 from fxpipe.costs.criterion import Loss
 from fxpipe.costs.optimizer import optimizer_of
-from fxpipe.costs.profile_file import costs_of, is_analytic
+from fxpipe.costs.profile_file import is_analytic
 from fxpipe.errors import FxpipeError, PlanError
-from fxpipe.ir import GIVEN, CheckpointMode, Plan
+from fxpipe.ir import GIVEN, CheckpointMode, Plan, Profile
 from fxpipe.passes import order
 from fxpipe.passes.bound.lower import bytes_free, lower_bound_ms
 from fxpipe.passes.linearize import linearize
@@ -24,6 +25,7 @@ from fxpipe.runtime.stream import Device
 from fxpipe.schedule import Schedule
 from fxpipe.settings import table_of
 from fxpipe.show.progress import Progress
+from fxpipe.show.texts import plural
 from fxpipe.target import load
 
 _NAMED_S = 1.0  # the search for a named schedule's cuts and for what is computed again
@@ -37,6 +39,11 @@ class Answer:
     plan: Plan | None
     why_not: str
     seconds: float
+
+    @property
+    def step_ms(self) -> float:
+        """Of its plan, endless if there is none."""
+        return inf if self.plan is None else self.plan.estimate.step_ms
 
 
 def chain_question(file: ChainFile, n_devices: int, microbatches: int) -> Question:
@@ -52,43 +59,73 @@ def chain_question(file: ChainFile, n_devices: int, microbatches: int) -> Questi
     )
 
 
-def model_question(
+def model_questions(
     target: str,
     lanes: Sequence[Device],
     batch: int,
-    microbatches: int,
-    profile: str | None,
+    counts: Sequence[int],
+    costs: Profile | str | None,
     optimizer: str,
-) -> Question:
-    """A model's, whose ops are measured here unless `profile` tells what they cost."""
+) -> list[Question]:
+    """A model's in each of these counts of micro-batches.
+
+    Its ops are measured here unless `costs` tell what they take.
+    """
     held = optimizer_of(optimizer)
     loaded = load(target)
-    costs = None if profile is None else costs_of(profile)
     model = loaded.build_without_memory() if is_analytic(costs) else loaded.build()
     inputs = loaded.inputs(batch, model)
     with Progress() as progress, loaded.running(f"{type(model).__name__}.forward"):
-        captured, priced = costed(
+        captured, profiles = costed(
             model,
             inputs.args,
             inputs.kwargs,
             devices=lanes,
-            microbatches=microbatches,
+            counts=counts,
             loss=Loss.of(loaded.loss, loaded.targets(batch)),
             profile=costs,
             progress=progress,
         )
         progress("linearize")
-        chain = linearize(captured, priced)
-    return Question(
-        chain=chain,
-        n_devices=len(lanes),
-        n_microbatches=microbatches,
-        network=priced.network,
-        capacity_bytes=(priced.capacity_bytes,) * len(lanes),
-        training_factor=held.training_factor(model.parameters()),
-        processors=priced.on_processors,
-        hosts=Hosts.of(priced.launch),
-    )
+        chains = [linearize(captured, priced) for priced in profiles]
+    return [
+        Question(
+            chain=chain,
+            n_devices=len(lanes),
+            n_microbatches=count,
+            network=priced.network,
+            capacity_bytes=(priced.capacity_bytes,) * len(lanes),
+            training_factor=held.training_factor(model.parameters()),
+            processors=priced.on_processors,
+            hosts=Hosts.of(priced.launch),
+        )
+        for count, priced, chain in zip(counts, profiles, chains, strict=True)
+    ]
+
+
+def shortest(
+    questions: Sequence[Question], answer: Callable[[Question], Answer]
+) -> tuple[Question, Answer, list[Answer]]:
+    """Of questions that differ in their micro-batches, the one whose plan is shortest, and its.
+
+    With what came of the others. Raises PlanError where there is no plan of any.
+    """
+    found: list[tuple[Question, Answer]] = []
+    unfit: list[PlanError] = []
+    for question in questions:
+        try:
+            found.append((question, answer(question)))
+        except PlanError as error:
+            unfit.append(error)
+    if not found:
+        raise unfit[-1]
+    best = min(found, key=lambda one: one[1].step_ms)
+    others = [
+        replace(one, schedule=f"{one.schedule} in {plural(q.n_microbatches, 'micro-batch', 'es')}")
+        for q, one in found
+        if one is not best[1]
+    ]
+    return *best, others
 
 
 def answered(

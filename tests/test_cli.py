@@ -531,6 +531,22 @@ def test_the_loss_of_a_target_is_planned_for():
     assert with_loss > without["step_ms"]
 
 
+def test_plan_takes_the_number_of_micro_batches_whose_step_is_shortest():
+    def facts_of(count: object) -> dict[str, Any]:
+        options = "--devices", 2, "--batch", 16, "--profile", "analytic:h100", "--schedule", "1f1b"
+        return json.loads(run("plan", write(), *options, "--microbatches", count, "--json").stdout)
+
+    facts = facts_of("auto")
+    steps_ms = {count: facts_of(count)["step_ms"] for count in (2, 4, 8)}
+    assert facts["step_ms"] == min(steps_ms.values()) == steps_ms[facts["microbatches"]]
+    others = steps_ms.keys() - {facts["microbatches"]}
+    beside = {f"1f1b in {count} micro-batches" for count in others}
+    assert {one["name"] for one in facts["candidates"]} == beside
+    run("profile", "net.py", "--devices", 2, "--profile", "analytic:h100", "-o", "costs.json")
+    measured = "--devices", 2, "--profile", "costs.json", "--microbatches", "auto"
+    assert "give no profile, or analytic:h100" in refused("plan", "net.py", *measured)
+
+
 def test_a_loss_that_fails_is_told_before_anything_is_written():
     target = write(MODEL + LOSS.replace("F.mse_loss(output, target)", "target[0, 0, 0]"))
     says = refused("compile", target, "--devices", 2, "-o", "out")

@@ -212,6 +212,11 @@ def test_named_schedules_compute_blocks_again_too_when_asked_for(tmp_path: Path)
         (("--chain", "chain.json", "--batch", "8"), "--batch is of a TARGET"),
         (("--chain", "chain.json", "--profile", "analytic:cpu"), "--profile is of a TARGET"),
         (("--chain", "chain.json", "--optimizer", "adam"), "--optimizer is of a TARGET"),
+        (
+            ("--chain", "chain.json", "--microbatches", "auto"),
+            "auto is of a TARGET: a chain's costs",
+        ),
+        (("--chain", "chain.json", "--microbatches", "few"), "at least 1, or auto, not 'few'"),
         (("--chain", "chain.json", "--microbatches", "100000000"), "plans have 16777216 at most"),
         (("--chain", "chain.json", "--time-limit", "inf"), "1000000 seconds, not inf"),
     ],

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from fxpipe.errors import InputError
+
 BATCH = 8
 OPTIMIZER = "sgd"
 TIME_LIMIT_S = 30.0
@@ -42,3 +44,12 @@ Capture = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]
+
+
+def count_of(text: str | None) -> int | str | None:
+    """A number of micro-batches, or auto. Raises InputError."""
+    if text is None or text == "auto":
+        return text
+    if not text.isdecimal():
+        raise InputError(f"--microbatches is a whole number, at least 1, or auto, not {text!r}")
+    return int(text)

@@ -17,6 +17,7 @@ from fxpipe.cli.arguments import (
     Seed,
     TargetText,
     Workers,
+    count_of,
 )
 from fxpipe.errors import InputError
 
@@ -36,15 +37,6 @@ class SolverName(StrEnum):
     DP = "dp"
     BEAM = "beam"
     CPSAT = "cpsat"
-
-
-def count_of(text: str | None) -> int | str | None:
-    """A number of micro-batches, or auto. Raises InputError."""
-    if text is None or text == "auto":
-        return text
-    if not text.isdecimal():
-        raise InputError(f"--microbatches is a whole number, at least 1, or auto, not {text!r}")
-    return int(text)
 
 
 def compile_command(

@@ -16,6 +16,7 @@ from fxpipe.cli.arguments import (
     Json,
     Seed,
     Workers,
+    count_of,
 )
 from fxpipe.errors import InputError
 
@@ -44,7 +45,8 @@ def plan_command(
         typer.Option(min=1, help=f"Rows of a training step of TARGET. [default: {BATCH}]"),
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option(min=1, help="[default: as for compile]")
+        str | None,
+        typer.Option(metavar="COUNT|auto", help="As for compile, auto of a TARGET alone."),
     ] = None,
     schedule: Annotated[
         str | None,
@@ -93,33 +95,32 @@ def plan_command(
         from fxpipe.chain_file import load_chain
         from fxpipe.costs.capacity import capacities
         from fxpipe.costs.first_microbatch import check_rows
+        from fxpipe.costs.profile_file import costs_of
         from fxpipe.costs.topology import network_of
         from fxpipe.planner import (
+            Answer,
             answered,
             chain_question,
-            model_question,
+            model_questions,
             named,
             one_device_ms,
+            shortest,
         )
+        from fxpipe.question import Question
         from fxpipe.runtime.device_names import parse_devices
         from fxpipe.schedule import Schedule
-        from fxpipe.settings import check_settings, table_of, usual_microbatches
+        from fxpipe.settings import (
+            check_settings,
+            microbatch_counts,
+            table_of,
+            usual_microbatches,
+        )
         from fxpipe.show import plan as report_plan
         from fxpipe.show.progress import BestSoFar
 
         if (target is None) == (chain is None):
             raise InputError("give a TARGET, or --chain FILE.json in its place")
-        order = Schedule.read(schedule) if schedule and schedule.endswith(".csv") else schedule
-        lanes = parse_devices(devices)
-        n_devices = len(lanes)
-        if microbatches is None:
-            usual = usual_microbatches(n_devices, (batch or BATCH) if chain is None else None)
-            microbatches = order.n_microbatches if isinstance(order, Schedule) else usual
-        # Before the work rather than after it.
-        check_settings(microbatches, loops, order or "auto", "never", "dp", time_limit)
-        table = table_of(order or "auto", n_devices, microbatches, loops)
-        capacity = None if memory is None else capacities(memory, n_devices)
-        links = None if topology is None else network_of(topology, n_devices)
+        counted = count_of(microbatches)
         if chain is not None:
             for option, given in (
                 ("--batch", batch),
@@ -130,31 +131,60 @@ def plan_command(
                     raise InputError(
                         f"{option} is of a TARGET: a chain's file has its costs itself"
                     )
-            question = chain_question(load_chain(chain), n_devices, microbatches)
+            if counted == "auto":
+                raise InputError(
+                    "--microbatches auto is of a TARGET: a chain's costs are of one micro-batch, "
+                    "and nothing says what they are of a larger or a smaller one: give a number"
+                )
+        order: Schedule | str = schedule or "auto"
+        if schedule is not None and schedule.endswith(".csv"):
+            order = Schedule.read(schedule)
+        lanes = parse_devices(devices)
+        n_devices = len(lanes)
+        rows = batch or BATCH
+        if counted is None:
+            usual = usual_microbatches(n_devices, rows if chain is None else None)
+            counted = order.n_microbatches if isinstance(order, Schedule) else usual
+        # Before the work rather than after it.
+        check_settings(counted, loops, order, "never", "dp", time_limit)
+        costs = None if profile is None else costs_of(profile)
+        counts = microbatch_counts(counted, n_devices, order, costs)
+        if chain is None:
+            check_rows(rows, min(counts))
+            counts = tuple(count for count in counts if count <= rows)
+        tables = {count: table_of(order, n_devices, count, loops) for count in counts}
+        capacity = None if memory is None else capacities(memory, n_devices)
+        links = None if topology is None else network_of(topology, n_devices)
+        if chain is not None:
+            questions = [chain_question(load_chain(chain), n_devices, counts[0])]
         else:
             assert target is not None
-            check_rows(batch or BATCH, microbatches)
-            question = model_question(
-                target, lanes, batch or BATCH, microbatches, profile, optimizer or OPTIMIZER
-            )
-        question = dataclasses.replace(question, checkpoint=checkpoint.value, loops=loops)
-        if capacity is not None:
-            question = dataclasses.replace(question, capacity_bytes=capacity)
-        if links is not None:
-            question = question.over(links)
-        if capture is not None:
-            question = dataclasses.replace(question, hosts=None)
+            questions = model_questions(target, lanes, rows, counts, costs, optimizer or OPTIMIZER)
+
+        def asked(question: Question) -> Question:
+            question = dataclasses.replace(question, checkpoint=checkpoint.value, loops=loops)
+            if capacity is not None:
+                question = dataclasses.replace(question, capacity_bytes=capacity)
+            if links is not None:
+                question = question.over(links)
+            return question if capture is None else dataclasses.replace(question, hosts=None)
+
         with BestSoFar() as progress:
-            found = answered(
-                question,
-                order or "auto",
-                table,
-                seed=seed,
-                workers=workers,
-                time_limit_s=time_limit,
-                progress=progress,
-            )
-        others = [] if schedule else list(named(question, seed=seed, workers=workers))
+
+            def planned(question: Question) -> Answer:
+                return answered(
+                    question,
+                    order,
+                    tables[question.n_microbatches],
+                    seed=seed,
+                    workers=workers,
+                    time_limit_s=time_limit / len(questions),
+                    progress=progress,
+                )
+
+            question, found, others = shortest([*map(asked, questions)], planned)
+        if schedule is None:
+            others += named(question, seed=seed, workers=workers)
         alone_ms = one_device_ms(question)
         answer(
             report_plan.plan_json(question, found, others, alone_ms),

@@ -54,12 +54,12 @@ def profile_command(
         model = loaded.build() if profile is None else loaded.build_without_memory()
         inputs = loaded.inputs(batch, model)
         with Progress() as progress, loaded.running(f"{type(model).__name__}.forward"):
-            _, found = costed(
+            _, (found,) = costed(
                 model,
                 inputs.args,
                 inputs.kwargs,
                 devices=used,
-                microbatches=microbatches or usual_microbatches(len(used), batch),
+                counts=(microbatches or usual_microbatches(len(used), batch),),
                 loss=Loss.of(loaded.loss, loaded.targets(batch)),
                 profile=profile,
                 progress=progress,

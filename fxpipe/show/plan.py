@@ -26,7 +26,12 @@ def plan_json(
     """
     plan = found.plan
     assert plan is not None
-    facts = {**_plan_json(plan), "seconds": found.seconds, "one_device_ms": alone_ms}
+    facts = {
+        "microbatches": question.n_microbatches,
+        **_plan_json(plan),
+        "seconds": found.seconds,
+        "one_device_ms": alone_ms,
+    }
     if question.recompute:
         facts["recomputed"] = [[list(run) for run in runs] for runs in _runs_of(question, plan)]
         facts["recompute_ms"] = _again_ms(question, plan)
