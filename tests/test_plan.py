@@ -151,6 +151,11 @@ def test_one_device_that_is_too_small_is_none(tmp_path: Path) -> None:
     assert facts["one_device_ms"] is None
 
 
+def test_the_devices_of_a_chain_need_not_be_here(tmp_path: Path) -> None:
+    asked = ("--chain", written(tmp_path), "--microbatches", 2, "--schedule", "gpipe")
+    assert plan(*asked, "--devices", "cuda:98,cuda:99")["devices"] == [0, 1]
+
+
 def test_one_schedule_alone(tmp_path: Path) -> None:
     facts = plan(
         "--chain", written(tmp_path), "--devices", 2, "--microbatches", 2, "--schedule", "gpipe"

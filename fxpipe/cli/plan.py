@@ -107,7 +107,7 @@ def plan_command(
             shortest,
         )
         from fxpipe.question import Question
-        from fxpipe.runtime.device_names import parse_devices
+        from fxpipe.runtime.device_names import count_devices, parse_devices
         from fxpipe.schedule import Schedule
         from fxpipe.settings import (
             check_settings,
@@ -139,8 +139,9 @@ def plan_command(
         order: Schedule | str = schedule or "auto"
         if schedule is not None and schedule.endswith(".csv"):
             order = Schedule.read(schedule)
-        lanes = parse_devices(devices)
-        n_devices = len(lanes)
+        # Of a bare chain nothing is measured: its devices need not be here.
+        lanes = parse_devices(devices) if chain is None else ()
+        n_devices = len(lanes) or count_devices(devices)
         rows = batch or BATCH
         if counted is None:
             usual = usual_microbatches(n_devices, rows if chain is None else None)

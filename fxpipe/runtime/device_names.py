@@ -35,6 +35,20 @@ def parse_devices(devices: Devices) -> tuple[Device, ...]:
     return found
 
 
+def count_devices(text: str) -> int:
+    """How many devices a text names, whether this machine has them or not. Raises DeviceError."""
+    if text.strip().isdecimal():
+        count = _count(text)
+    else:
+        matches = [_matched(item) for item in text.split(",")]
+        # A group of a GPU, as in cuda:0/4#1, is one.
+        each = (one[5] or (None if one[4] else one[3]) or "1" for one in matches)
+        count = sum(map(_count, each))
+    _refuse_few(count)
+    _refuse_many(count)
+    return count
+
+
 def all_devices() -> tuple[Device, ...]:
     """Every CUDA device of this machine; without one, two CPU lanes, which are as any number."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -42,12 +56,16 @@ def all_devices() -> tuple[Device, ...]:
 
 
 def _counted(count: int) -> tuple[Device, ...]:
-    if count < 1:
-        raise DeviceError(f"{count} devices: a pipeline needs at least one")
+    _refuse_few(count)
     _refuse_many(count)
     if torch.cuda.is_available() and torch.cuda.device_count() >= count:
         return tuple(torch.device("cuda", index) for index in range(count))
     return (torch.device("cpu"),) * count
+
+
+def _refuse_few(count: int) -> None:
+    if count < 1:
+        raise DeviceError(f"{count} devices: a pipeline needs at least one")
 
 
 def _refuse_many(count: int) -> None:
@@ -60,20 +78,26 @@ def _count(digits: str) -> int:
     return int(digits.strip()[:4000])
 
 
-def _named(item: str | Device) -> tuple[Device, ...]:
+def _matched(item: str | Device) -> re.Match[str]:
+    """A name that some machine may have a device of."""
     match = _NAME.fullmatch(str(item))
     if match is None:
         raise DeviceError(
             f"{str(item)!r} is no device: write cpu, cpu*4, cuda:0, cuda:0,cuda:1 or cuda:0/4"
         )
+    if match[1] == "cpu" and match[3]:
+        raise DeviceError(f"{str(item).strip()!r}: several lanes on the CPU are cpu*{match[3]}")
+    if match[1] not in ("cpu", "cuda"):
+        raise DeviceError(f"{str(item).strip()!r}: fxpipe runs on cpu and cuda devices")
+    return match
+
+
+def _named(item: str | Device) -> tuple[Device, ...]:
+    match = _matched(item)
     kind, index, times = match[1], _count(match[2] or "0"), _count(match[5] or "1")
     if kind == "cpu":
-        if match[3]:
-            raise DeviceError(f"{str(item).strip()!r}: several lanes on the CPU are cpu*{match[3]}")
         _refuse_many(times)
         return (torch.device("cpu"),) * times
-    if kind != "cuda":
-        raise DeviceError(f"{str(item).strip()!r}: fxpipe runs on cpu and cuda devices")
     n_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= n_cuda:
         raise DeviceError(

@@ -5,7 +5,7 @@ import torch
 
 from fxpipe.errors import DeviceError
 from fxpipe.runtime import virtual
-from fxpipe.runtime.device_names import all_devices, parse_devices
+from fxpipe.runtime.device_names import all_devices, count_devices, parse_devices
 from fxpipe.runtime.virtual import VirtualDevice
 
 CPU = torch.device("cpu")
@@ -26,6 +26,21 @@ def test_a_count_means_cuda_devices_if_there_are_enough_else_lanes(count, monkey
     assert parse_devices(count) == (CPU,) * 3
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert parse_devices(count) == tuple(torch.device("cuda", k) for k in range(3))
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("3", 3), ("cuda:0,cuda:1", 2), ("cuda:0/4", 4), ("cuda:0/4#1,cpu*2", 3), ("cuda*8", 8)],
+)
+def test_devices_are_counted_that_are_not_here(text, count, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert count_devices(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "cpu*0", "cpu/4", "gpu:0", "mps:1", "cpu*5000"])
+def test_what_is_no_device_is_not_counted(text):
+    with pytest.raises(DeviceError):
+        count_devices(text)
 
 
 def test_all_devices_are_the_gpus_or_else_two_lanes(monkeypatch):
