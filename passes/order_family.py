@@ -66,9 +66,9 @@ def named(text: str, n_devices: int, n_microbatches: int, loops: int) -> Schedul
 
     Left out, B_l is p under several loops, else B, and B_f is 0. Raises ScheduleError.
     """
-    _, _, written = text.partition(":")
+    _, colon, written = text.partition(":")
     given = {"B_l": min(n_devices, n_microbatches) if loops > 1 else n_microbatches, "B_f": 0}
-    for part in written.split(",") if written else ():
+    for part in written.split(",") if colon else ():
         match = _PARAMETER.fullmatch(part.strip())
         if match is None:
             raise ScheduleError(

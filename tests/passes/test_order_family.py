@@ -102,3 +102,8 @@ def test_a_group_that_lets_a_device_wait_for_itself_is_refused(group: int) -> No
 def test_what_is_no_parameter_is_named(part: str) -> None:
     with pytest.raises(ScheduleError, match=f"'{part}' in schedule 'pfeife:B_f=1,{part}'"):
         order.build(f"pfeife:B_f=1,{part}", 2, 8)
+
+
+def test_a_colon_with_nothing_behind_it_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"'' in schedule 'pfeife:': .* as in pfeife:B_l=4,"):
+        order.build("pfeife:", 2, 8)
