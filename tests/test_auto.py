@@ -55,7 +55,10 @@ def test_what_the_search_planned_trains_as_the_plain_model_does(
     model = Model()
     package = compiled(model, schedule=schedule, checkpoint=checkpoint, memory=memory)
     package.write(tmp_path / "out")
-    assert package.manifest.solver == {"auto": "search", "cpsat": "cpsat"}[schedule]
+    # In so little time and memory, a named schedule of whole stages computed again may be shorter.
+    short = memory == "60KiB"
+    solvers = {"auto": ("search", "dp") if short else ("search",), "cpsat": ("cpsat",)}
+    assert package.manifest.solver in solvers[schedule]
     assert package.manifest.gap is not None
     assert max(package.manifest.estimate.peak_bytes) <= int(memory[:-3]) * 1024 ** (
         3 if memory.endswith("GiB") else 1

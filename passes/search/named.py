@@ -56,13 +56,30 @@ def named_plans(
 def shorter_named(problem: SearchProblem, than_ms: float, bound_ms: float) -> Plan | None:
     """The shortest that fits, with cuts by dynamic programming, if it is shorter than that.
 
-    A search may come to none of them where memory is short, or its time.
+    A search may come to none of them where memory is short, or its time. Where blocks may be
+    computed again, so may whole stages: each mode of that is weighed.
     """
+    shortest: Plan | None = None
+    for mode in _modes(problem):
+        plan = _shorter_in(problem, mode, than_ms, bound_ms)
+        if plan is not None:
+            shortest, than_ms = plan, plan.estimate.step_ms
+    return shortest
+
+
+def _modes(problem: SearchProblem) -> tuple[CheckpointMode, ...]:
+    return tuple(CheckpointMode) if problem.recompute else (CheckpointMode.NEVER,)
+
+
+def _shorter_in(
+    problem: SearchProblem, mode: CheckpointMode, than_ms: float, bound_ms: float
+) -> Plan | None:
+    """The same in one mode."""
     p, m = problem.n_devices, problem.n_microbatches
     is_far = than_ms > bound_ms * (1 + _NEAR)
     near = []
     for name, table, _, estimated in _on_equal_cuts(
-        problem.chain, p, m, CheckpointMode.NEVER, problem.network, problem.training_factor
+        problem.chain, p, m, mode, problem.network, problem.training_factor
     ):
         found = estimated(schedule=table)
         peaks = zip(found.peak_bytes, problem.capacity_bytes, strict=True)
@@ -76,7 +93,7 @@ def shorter_named(problem: SearchProblem, than_ms: float, bound_ms: float) -> Pl
         left -= n_actions
         if left < 0:
             break
-        plan = _shorter(problem, name, n_stages, n_stages // p, CheckpointMode.NEVER, than_ms)
+        plan = _shorter(problem, name, n_stages, n_stages // p, mode, than_ms)
         if plan is not None:
             shortest, than_ms = plan, plan.estimate.step_ms
     return shortest
@@ -89,7 +106,7 @@ def shorter_by_modes(problem: SearchProblem, schedule_name: str, than_ms: float)
     schedule = table if schedule_name == GIVEN else schedule_name
     loops = max(Counter(table.stage_to_device).values())
     shortest: Plan | None = None
-    for mode in CheckpointMode if problem.recompute else (CheckpointMode.NEVER,):
+    for mode in _modes(problem):
         plan = _shorter(problem, schedule, table.n_stages, loops, mode, than_ms)
         if plan is not None:
             shortest, than_ms = plan, plan.estimate.step_ms

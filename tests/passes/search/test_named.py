@@ -5,7 +5,7 @@ from math import inf
 from random import Random
 
 import pytest
-from chains import block, plain, random_chain
+from chains import KIB, block, plain, random_chain
 from searches import problem, searched
 
 from fxpipe.ir import CheckpointMode, Link, Network, Plan
@@ -115,3 +115,14 @@ def test_a_search_that_had_no_time_takes_a_named_schedule_that_is_shorter(
     assert hurried() <= shortest.estimate.step_ms
     monkeypatch.setattr(named, "_MOST_ACTIONS", 0)
     assert hurried() > shortest.estimate.step_ms
+
+
+def test_where_blocks_may_be_computed_again_whole_stages_are_weighed_too() -> None:
+    slow = problem(random_chain(Random(1), 24), 3, 6, network=Network(Link(1.0, 1e2)))
+    short = replace(slow, capacity_bytes=(500 * KIB,) * 3)
+    assert shorter_named(short, inf, 0.0) is None
+    again = replace(short, recompute=True)
+    shortest = shorter_named(again, inf, 0.0)
+    assert shortest is not None
+    assert CheckpointMode.NEVER not in shortest.checkpoint
+    assert searched(again, time_limit_s=0.0).estimate.step_ms <= shortest.estimate.step_ms
