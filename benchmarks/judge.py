@@ -59,7 +59,9 @@ def _ranks(bounds, n_microbatches, places, rows, arrays, links, capacity):  # ty
     over, steps_ms = np.zeros(len(bounds), np.int64), np.zeros(len(bounds))
     free = np.zeros(len(places))
     for k in range(len(bounds)):
-        numbers, _ = search_cut_kernel.cut(bounds[k], n_microbatches, places, free, *arrays, *links)
+        numbers, _ = search_cut_kernel.cut(
+            bounds[k], n_microbatches, places, free, 1.0, *arrays, *links
+        )
         ran = simulate_kernel.run(
             *rows, np.empty((0, 0, 0)), np.empty((0, 0), np.bool_), np.empty(0, np.int64), 0.0, 0,
             *numbers, False, np.empty((2, 0)),

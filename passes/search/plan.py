@@ -90,11 +90,10 @@ def search(
     )
     plan = _plan(problem, run.judge, found, schedule_name, run.bound_ms)
     than_ms = plan.estimate.step_ms if lacking(problem, plan) <= 0 else inf
-    other: Plan | None = None
-    if table is not None:
-        other = shorter_by_modes(problem, schedule_name, than_ms)
-    elif not orders:
+    if table is None:
         other = shorter_named(problem, than_ms, run.bound_ms)
+    else:
+        other = shorter_by_modes(problem, schedule_name, than_ms)
     if other is not None:
         plan = replace(other, schedule_name=schedule_name, bound_ms=run.bound_ms)
     if lacking(problem, plan) > 0:

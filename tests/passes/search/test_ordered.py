@@ -6,7 +6,7 @@ import pytest
 from chains import random_chain
 
 from fxpipe.errors import PlanError
-from fxpipe.ir import Link, Network, Plan
+from fxpipe.ir import CheckpointMode, Link, Network, Plan
 from fxpipe.passes.search import climbs, ordered
 from fxpipe.passes.search.plan import search
 from fxpipe.schedule_check import check
@@ -56,10 +56,12 @@ def test_it_fits_and_is_no_longer_than_what_the_search_found_in_its_half_of_the_
     check(plan.schedule, plan.stage_to_device, 4, dict.fromkeys(range(4), "buffer"))
     assert (plan.schedule_name, plan.solver) == ("cpsat", "cpsat")
     assert (plan.cuts, plan.segments) == (found.cuts, found.segments)
+    assert plan.checkpoint == found.checkpoint
     assert max(plan.estimate.peak_bytes) <= room
     assert plan.bound_ms is not None
     assert plan.bound_ms <= plan.estimate.step_ms <= found.estimate.step_ms
-    assert any(plan.segments) == recompute
+    again = any(plan.segments) or set(plan.checkpoint) != {CheckpointMode.NEVER}
+    assert again == recompute
 
 
 def test_what_no_order_can_beat_is_told_of_its_stages() -> None:
