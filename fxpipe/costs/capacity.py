@@ -6,7 +6,8 @@ from fxpipe.runtime.amount import bytes_of
 
 def capacities(text: str, n_devices: int) -> tuple[int, ...]:
     """Bytes of each device. One amount stands for all. Raises InputError, naming what is wrong."""
-    amounts = tuple(_bytes(item) for item in text.split(","))
+    # From Python a number may come in its place, which is no amount either.
+    amounts = tuple(_bytes(item) for item in str(text).split(","))
     if len(amounts) == 1:
         return amounts * n_devices
     if len(amounts) != n_devices:

@@ -20,6 +20,7 @@ def test_a_list_is_device_by_device():
         ("0GiB", "0GiB of memory holds nothing"),
         ("22GiB,-1GB", "-1GB of memory holds nothing"),
         ("22", "'22' is no amount of memory: write 22GiB"),
+        (22 * 2**30, "'23622320128' is no amount of memory: write 22GiB"),
         ("a lot", "'a lot' is no amount"),
         ("22XB,", "'22XB' is no amount"),
         ("1GiB,2GiB,3GiB", "is of 3 devices, but --devices has 2"),
