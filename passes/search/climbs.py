@@ -20,7 +20,7 @@
 5. Neighbouring stages of one device, and halves of backwards, are put together where nothing is
    lost by it (tidy.py, order_whole.py).
 6. Where memory is short, it is weighed against named schedules, and a schedule that is given
-   against its own plans of whole stages computed again (named.py).
+   against its own plans of whole stages computed again (weighed.py).
 
 Climbs go side by side in as many threads as there are workers. What a search does hangs on `seed`
 and on the actions that it simulates, for which the time limit and the number of workers stand. The

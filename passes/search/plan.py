@@ -24,8 +24,8 @@ from fxpipe.passes.search.again_kernel import FIRST, MORE
 from fxpipe.passes.search.climbs import Search
 from fxpipe.passes.search.judge import Found, Judge, SearchProblem
 from fxpipe.passes.search.lean import lean_search
-from fxpipe.passes.search.named import shorter_by_modes, shorter_named
 from fxpipe.passes.search.tables import table_of
+from fxpipe.passes.search.weighed import shorter_by_modes, shorter_named
 from fxpipe.passes.simulate import simulate
 from fxpipe.schedule import Schedule
 

@@ -1,0 +1,119 @@
+"""Named schedules, and modes, in the place of what a search found where memory or time is short."""
+
+from dataclasses import replace
+from math import inf
+from random import Random
+
+import pytest
+from chains import KIB, random_chain
+from searches import problem, searched
+
+from fxpipe.ir import CheckpointMode, Link, Network, Plan
+from fxpipe.passes import order
+from fxpipe.passes.partition import partition
+from fxpipe.passes.search import weighed
+from fxpipe.passes.search.judge import SearchProblem
+from fxpipe.passes.search.weighed import shorter_by_modes, shorter_named
+
+
+def asked(seed: int) -> SearchProblem:
+    """In as much memory as zb-v takes that has all the memory it wants."""
+    roomy = problem(random_chain(Random(seed), 24), 2, 8)
+    return replace(roomy, capacity_bytes=(max(zb_v(roomy).estimate.peak_bytes),) * 2)
+
+
+def zb_v(asked: SearchProblem) -> Plan:
+    return partition(
+        asked.chain,
+        n_stages=4,
+        loops=2,
+        n_microbatches=asked.n_microbatches,
+        schedule="zb-v",
+        checkpoint=CheckpointMode.NEVER,
+        network=asked.network,
+        capacity_bytes=asked.capacity_bytes,
+        solver="dp",
+        training_factor=asked.training_factor,
+    )
+
+
+def hurried_ms(asked: SearchProblem) -> float:
+    """The step of a search that has hardly begun."""
+    return searched(asked, time_limit_s=2.0).estimate.step_ms
+
+
+@pytest.mark.parametrize("seed", [0, 1, 5, 9])
+def test_where_memory_is_short_a_search_takes_a_named_schedule_that_is_shorter(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, step_ms = asked(seed), zb_v(asked(seed)).estimate.step_ms
+    assert hurried_ms(short) <= step_ms
+    monkeypatch.setattr(weighed, "_MOST_ACTIONS", 0)
+    assert hurried_ms(short) > step_ms
+
+
+def test_none_is_given_that_is_longer_or_not_asked_for_or_where_there_is_room() -> None:
+    short = asked(0)
+    found = shorter_named(short, inf, inf)
+    assert found is not None
+    assert shorter_named(short, found.estimate.step_ms, inf) is None
+    one_stage = shorter_named(replace(short, loops=(1,)), inf, inf)
+    assert one_stage is None or len(one_stage.cuts) == 1
+    assert shorter_named(replace(short, capacity_bytes=(2**40,) * 2), inf, inf) is None
+    assert shorter_named(replace(short, capacity_bytes=(1000,) * 2), inf, inf) is None
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 5, 9])
+def test_a_search_that_had_no_time_takes_a_named_schedule_that_is_shorter(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = problem(random_chain(Random(seed), 24), 3, 6, network=Network(Link(0.01, 1e2)))
+
+    def hurried() -> float:
+        return searched(slow, time_limit_s=0.0).estimate.step_ms
+
+    shortest = shorter_named(slow, inf, 0.0)
+    assert shortest is not None
+    assert hurried() <= shortest.estimate.step_ms
+    monkeypatch.setattr(weighed, "_MOST_ACTIONS", 0)
+    assert hurried() > shortest.estimate.step_ms
+
+
+def test_where_blocks_may_be_computed_again_whole_stages_are_weighed_too() -> None:
+    slow = problem(random_chain(Random(1), 24), 3, 6, network=Network(Link(1.0, 1e2)))
+    short = replace(slow, capacity_bytes=(500 * KIB,) * 3)
+    assert shorter_named(short, inf, 0.0) is None
+    again = replace(short, recompute=True)
+    shortest = shorter_named(again, inf, 0.0)
+    assert shortest is not None
+    assert CheckpointMode.NEVER not in shortest.checkpoint
+    assert searched(again, time_limit_s=0.0).estimate.step_ms <= shortest.estimate.step_ms
+
+
+def test_of_a_given_schedule_no_mode_is_cut_that_is_far_from_the_plan_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = order.build("1f1b", 2, 8, 1)
+    roomy = replace(
+        problem(random_chain(Random(0), 24), 2, 8, recompute=True), table=table, loops=(1,)
+    )
+    never = shorter_by_modes(roomy, "1f1b", inf)
+    assert never is not None
+    assert set(never.checkpoint) == {CheckpointMode.NEVER}
+    never_ms, cut = never.estimate.step_ms, []
+
+    def noted(*_: object, checkpoint: CheckpointMode, **__: object) -> Plan:
+        cut.append(checkpoint)
+        return never
+
+    monkeypatch.setattr(weighed, "partition", noted)
+    shorter_by_modes(roomy, "1f1b", never_ms * 1.01)  # what is computed again takes a third longer
+    assert cut == [CheckpointMode.NEVER]
+    short = replace(roomy, capacity_bytes=(max(never.estimate.peak_bytes) // 2,) * 2)
+    shorter_by_modes(short, "1f1b", never_ms * 1.01)
+    assert cut == [CheckpointMode.NEVER]
+    shorter_by_modes(short, "1f1b", inf)
+    assert cut[1:] == [CheckpointMode.NEVER]
+    monkeypatch.setattr(weighed, "_SOON", 24 * 2 - 1)
+    shorter_by_modes(roomy, "1f1b", never_ms * 1.01)
+    assert len(cut) == 2
