@@ -17,24 +17,28 @@ def with_messages_held(
 ) -> Plan:
     """The plan whose peaks count what its processes hold of messages, where there is room for it.
 
-    What is sent is let go of some at a time. And to ask another process for a message wakes it,
+    What is sent is let go of some at a time, a message at least, which may have to wait until it is
+    asked for. And to ask another process for a message wakes it,
     which takes a processor as long as some small ops do: there is room to ask for several at once.
     """
     if network.link.value_ms == 0:
         return plan
     sent = Counter[tuple[int, int]]()  # over a step
+    largest = Counter[tuple[int, int]]()
     for message in stage_costs(chain, plan.cuts)[1]:
         source, target = (plan.stage_to_device[j] for j in (message.source, message.target))
-        sent[source, target] += plan.schedule.n_microbatches * message.bytes
-        sent[target, source] += plan.schedule.n_microbatches * (message.gradient_bytes or 0)
+        values, gradients = message.bytes, message.gradient_bytes or 0
+        for pair, n_bytes in (((source, target), values), ((target, source), gradients)):
+            sent[pair] += plan.schedule.n_microbatches * n_bytes
+            largest[pair] = max(largest[pair], n_bytes)
     peaks, ahead = [], []
     for d, (peak, capacity) in enumerate(
         zip(plan.estimate.peak_bytes, capacity_bytes, strict=True)
     ):
         leaving = sum(
-            min(n_bytes, SENT_AT_ONCE_BYTES)
-            for (source, target), n_bytes in sent.items()
-            if source == d != target
+            min(n_bytes, max(SENT_AT_ONCE_BYTES, largest[pair]))
+            for pair, n_bytes in sent.items()
+            if pair[0] == d != pair[1]
         )
         ahead.append(max(0, min(int(_AHEAD_SHARE * peak), _AHEAD_BYTES, capacity - peak - leaving)))
         peaks.append(min(peak + leaving, capacity) + ahead[d])

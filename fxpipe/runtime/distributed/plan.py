@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from fxpipe.runtime.distributed.check_messages import check_messages
+from fxpipe.runtime.distributed.foreseen import planned
 from fxpipe.runtime.distributed.gathers import with_gathers
 from fxpipe.runtime.distributed.meeting import Given
 from fxpipe.runtime.distributed.messages import Message, Row, Send, first_of
@@ -43,6 +44,7 @@ class RankPlan:
         self._gathers = gathers
         self._wires = wires
         self._ranks = manifest.stage_to_device
+        self._estimate = manifest.estimate
         self._ahead_bytes = manifest.estimate.ahead_bytes or (0,) * len(schedule.rows)
         self._draws = [j for j, stage in enumerate(manifest.stages) if stage.random]
         self._specs = {Wire(CALLER, value.value): value.spec for value in manifest.inputs} | {
@@ -77,7 +79,10 @@ class RankPlan:
                 rows = tuple(map(with_reductions, rows, self.order))
             rows = tuple(first_of(row, m) for row in rows)
             held = self._held(table, backward)
-            self._rows[key] = with_posts(rows, table, held, self._ahead_bytes, self._bytes)
+            foreseen = planned(self._estimate, table) if backward else None
+            self._rows[key] = with_posts(
+                rows, table, held, self._ahead_bytes, self._bytes, foreseen
+            )
         return self._rows[key]
 
     @property

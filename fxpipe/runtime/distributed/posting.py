@@ -2,8 +2,8 @@
 
 A posted receive is a buffer, and what is sent to a rank that has not posted one waits where it was
 made. So receives are posted while the rank holds no more with their buffers than at its fullest
-anyway and what the plan sets aside for them. At its fullest it holds what its stages keep, and the
-messages that by the clock, each action taking one cycle, have come before they are needed.
+anyway and what the plan sets aside for them. At its fullest it holds what its stages keep and need
+while they compute, and the messages that have come before they are needed (foreseen.py).
 
 To post one wakes the other rank, which takes as long as some small ops; to post several at once
 wakes it once.
@@ -12,7 +12,9 @@ wakes it once.
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
+from fxpipe.runtime.distributed.foreseen import Foreseen, by_clock
 from fxpipe.runtime.distributed.messages import Item, Message, Post, Receive, Row, Send, arrivals
 from fxpipe.schedule import Action, Schedule
 
@@ -23,7 +25,7 @@ _FEW = 2  # when no more than one is posted of what comes from a rank, all that 
 class _Buffer:
     """A message's, from before action `due` of its rank's row, or earlier, until action `end`.
 
-    By the clock the message has come by action `here`.
+    It is foreseen that the message has come by action `here`.
     """
 
     message: Message
@@ -56,26 +58,28 @@ def with_posts(
     held: Sequence[Sequence[float]],
     ahead_bytes: Sequence[int],
     n_bytes: Callable[[Message], int],
+    foreseen: Foreseen | None = None,
 ) -> tuple[Row, ...]:
     """The rows of a table with a `Post` for each `Receive`, both in the order of what comes.
 
     `held` are the bytes that each rank's stages hold during each of its actions, with the values
     that this one and those before it have received; `ahead_bytes` are set aside on each rank for
-    what is posted; `n_bytes` are a message's.
+    what is posted; `n_bytes` are a message's. By the clock, if nothing else is `foreseen`.
     """
-    cycles = {a: k for k, cycle in enumerate(schedule.clock()) for a in cycle if a is not None}
-    made = dict(_made(rows, cycles))
+    foreseen = foreseen or by_clock(schedule)
+    comes = dict(_comes(rows, foreseen))
     found = []
     for rank, row in enumerate(rows):
         arriving = arrivals(rows, rank)
         ordered = tuple(_in_order(row, arriving))
-        own = [cycles.get(item, len(cycles)) for item in row if isinstance(item, Action)]
         needed = dict(_needed(ordered))
+        ends = [foreseen.ends.get(item, inf) for item in row if isinstance(item, Action)]
         queues = [
-            deque(_buffer(message, needed[message], own, made, n_bytes) for message in messages)
+            deque(_buffer(m, n_bytes(m), needed[m], ends, comes[m]) for m in messages)
             for messages in arriving.values()
         ]
-        found.append(_placed(ordered, _posts(queues, held[rank], ahead_bytes[rank])))
+        spare = None if foreseen.spare_bytes is None else foreseen.spare_bytes[rank]
+        found.append(_placed(ordered, _posts(queues, held[rank], ahead_bytes[rank], spare)))
     return tuple(found)
 
 
@@ -100,33 +104,32 @@ def _needed(row: Row) -> Iterator[tuple[Message, int]]:
             yield item.message, place
 
 
-def _made(rows: Sequence[Row], cycles: Mapping[Action, int]) -> Iterator[tuple[Message, int]]:
-    """By message, the clock cycle that makes it."""
+def _comes(rows: Sequence[Row], foreseen: Foreseen) -> Iterator[tuple[Message, float]]:
+    """By message, when it comes."""
     for row in rows:
-        cycle = 0
+        comes = -inf
         for item in row:
             if isinstance(item, Action):
-                cycle = cycles.get(item, len(cycles))
+                comes = foreseen.comes.get(item, inf)
             elif isinstance(item, Send):
-                yield item.message, cycle
+                yield item.message, comes
 
 
 def _buffer(
-    message: Message,
-    due: int,
-    own: Sequence[int],
-    made: Mapping[Message, int],
-    n_bytes: Callable[[Message], int],
+    message: Message, n_bytes: int, due: int, ends: Sequence[float], comes: float
 ) -> _Buffer:
-    """The message's; `own` are the clock cycles of its rank's actions."""
-    here = next((k for k, cycle in enumerate(own) if cycle > made[message]), len(own))
+    """The message's; `ends` are those of its rank's actions."""
+    here = next((k for k, end in enumerate(ends) if end > comes), len(ends))
     # A gradient is there until its backward is done; a value is counted where it is kept.
     end = due + (message.what == "gradient")
-    return _Buffer(message, n_bytes(message), min(here, due), due, end)
+    return _Buffer(message, n_bytes, min(here, due), due, end)
 
 
 def _posts(
-    queues: Sequence[deque[_Buffer]], held: Sequence[float], ahead_bytes: int
+    queues: Sequence[deque[_Buffer]],
+    held: Sequence[float],
+    ahead_bytes: int,
+    spare_bytes: Sequence[int] | None,
 ) -> list[list[Message]]:
     """What is posted before each action, and after the last."""
     load = [*held, 0.0]
@@ -135,10 +138,14 @@ def _posts(
         for k in range(buffer.here, buffer.end):
             full[k] += buffer.n_bytes
             load[k] += buffer.n_bytes if k >= buffer.due else 0
-    most = max(full) + ahead_bytes
+    if spare_bytes is None:
+        most = [max(full) + ahead_bytes] * len(full)
+    else:
+        rooms = (n_bytes + ahead_bytes for n_bytes in (*spare_bytes, 0))
+        most = [n_bytes + room for n_bytes, room in zip(full, rooms, strict=True)]
 
     def fits(buffer: _Buffer, k: int) -> bool:
-        return max(load[k : buffer.due]) + buffer.n_bytes <= most
+        return all(load[j] + buffer.n_bytes <= most[j] for j in range(k, buffer.due))
 
     sources = [_Source(queue) for queue in queues]
     found: list[list[Message]] = [[] for _ in load]

@@ -4,6 +4,7 @@ import pytest
 from wirings import wires_of
 
 from fxpipe.passes import order
+from fxpipe.runtime.distributed.foreseen import Foreseen
 from fxpipe.runtime.distributed.messages import Free, Message, Post, Receive, Row, arrivals
 from fxpipe.runtime.distributed.posting import with_posts
 from fxpipe.runtime.distributed.routes import rank_rows
@@ -68,6 +69,22 @@ def test_what_stands_between_an_action_and_its_sends_is_no_place_of_its_own():
     assert [item for item in first if not isinstance(item, Post)] == list(rows[0])
     assert shown(first) == "0F0 0F1 + - 2F0 + - 2F1"
     assert shown(second) == "+ - 1F0 + - 1F1"
+
+
+def test_receives_are_posted_where_the_plan_has_room_to_spare() -> None:
+    table = order.build("1f1b", 2, 4)
+    rows = rank_rows(table, wires_of(2), table.stage_to_device, [])
+    kept = [held(row) for row in table.rows]
+    # Nothing has come before it is needed.
+    late = Foreseen(
+        comes=dict.fromkeys((a for row in table.rows for a in row), 1.0),
+        ends=dict.fromkeys((a for row in table.rows for a in row), 0.0),
+        spare_bytes=[[MESSAGE] * 8, [0, 0, 0, MESSAGE, 0, 0, 0, 0]],
+    )
+    first, second = with_posts(rows, table, kept, (0, 0), lambda message: MESSAGE, late)
+    assert shown(first) == "0F0 + 0F1 + - 0B0 0F2 + - 0B1 0F3 + - 0B2 - 0B3"
+    # There is room during 1B1 alone.
+    assert shown(second) == "+ - 1F0 1B0 + - 1F1 + 1B1 - 1F2 1B2 + - 1F3 1B3"
 
 
 def test_gpipe_posts_all_values_while_little_is_saved_yet():
