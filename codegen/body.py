@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, count, groupby
 
 from torch import fx, nn
 
@@ -237,8 +237,9 @@ class Body:
         else:
             first = f"{loop.numbers[0]}, " * (loop.numbers[0] != 0)
             span = f"{first}{loop.numbers[-1] + 1}"
-            yield Line(f"{self._indent}for i in range({span}):")
-            module = f"{container}[str(i)]"
+            counter = self._counter()
+            yield Line(f"{self._indent}for {counter} in range({span}):")
+            module = f"{container}[str({counter})]"
         call = _bound(variables, called(node, module, ", ".join(arguments)))
         yield Line(f"{self._indent}    {call}", self._common_spec(results))
         for result, name in lists.items():
@@ -263,9 +264,18 @@ class Body:
         name = _singular(last)
         return self._free(name if name != last else words[-1].lower())
 
+    def _counter(self) -> str:
+        """A variable for the number of a round, that no value and no module has."""
+        taken = {*self.names.values(), *self._short.values()}
+        return next(name for name in chain("ijk", _numbered("i")) if name not in taken)
+
     def _free(self, name: str) -> str:
         """A variable for a module that no value has."""
-        return name if is_free(name) and name not in self.names.values() else f"{name}_module"
+        taken = set(self.names.values())
+        if is_free(name) and name not in taken:
+            return name
+        own = f"{name}_module"
+        return next(each for each in chain((own,), _numbered(own)) if each not in taken)
 
 
 def _section(node: fx.Node) -> tuple[Region, bool | None, str]:
@@ -279,6 +289,10 @@ def _bound(variables: Sequence[str], call: str) -> str:
     if len(wanted) == 1 < len(variables):
         return f"{wanted[0]} = {call}[{variables.index(wanted[0])}]"
     return f"{', '.join(variables)} = {call}"
+
+
+def _numbered(name: str) -> Iterator[str]:
+    return (f"{name}_{number}" for number in count(2))
 
 
 def _singular(name: str) -> str:

@@ -1,10 +1,11 @@
 """Body: a forward reads as the user wrote it."""
 
+import re
 import textwrap
 
 import pytest
 import torch
-from flat import compile_flat, verified
+from flat import compile_flat, cut_everywhere, verified
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -487,3 +488,33 @@ def test_a_line_of_the_users_is_told_once(tmp_path):
 
     package = verified(Encoder, sequences, tmp_path, devices="cpu*1")
     assert package.files["stage_0.py"].count("return self.layer(x).tanh()") == 1
+
+
+class Gated(nn.Module):
+    """Values that are called as the variables of a loop are, read behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x):
+        i = self.gate(x).sigmoid()
+        block = i + 1
+        block_module = block.sin()
+        for layer in self.blocks:
+            x = layer(x)
+        return (x * i + block) * block_module
+
+
+def test_a_variable_of_a_loop_is_that_of_no_value(tmp_path):
+    model, x = Gated(), torch.randn(4, 6)
+    counters = set()
+    for package in cut_everywhere(compile_flat(model, (x,), devices="cpu*2", microbatches=2)):
+        pipe = fxpipe.load(package.write(tmp_path / str(package.plan.cuts[0])))
+        pipe.load_state_dict(model.state_dict())
+        torch.testing.assert_close(pipe(x), model(x))
+        counters |= set(
+            re.findall(r"for (\w+) in range\(.*\):$", "".join(package.files.values()), re.M)
+        )
+    assert counters == {"j"}
