@@ -274,7 +274,7 @@ class Body:
         taken = set(self.names.values())
         if is_free(name) and name not in taken:
             return name
-        own = f"{name}_module"
+        own = f"{name}_module".lstrip("_")
         return next(each for each in chain((own,), _numbered(own)) if each not in taken)
 
 

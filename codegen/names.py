@@ -17,7 +17,7 @@ from fxpipe.ops.specs import SIZES
 _IMPORTED = {"torch", "nn", "F", "Tensor", "math", "operator", "checkpoint"}
 _OURS = {"self", "dtype", "device", *_IMPORTED, *SIZES}
 _MODULES_OWN = frozenset(dir(nn.Module()))
-_TAKEN = {*dir(builtins), *keyword.kwlist, *_OURS}
+_TAKEN = {"_", *dir(builtins), *keyword.kwlist, *_OURS}
 
 CALLED = "called"  # key of a node's meta: the variable that the user's line assigns its value to
 
@@ -118,13 +118,14 @@ def called_values(ops: Iterable[fx.Node]) -> dict[str, str]:
 def base_name(value: str) -> str:
     """`hidden_states_12` as `hidden_states`; nn.Sequential's own `input_3` as `x`.
 
-    `$x_1` is a name that is meant as it is.
+    `$x_1` is a name that is meant as it is. None is `_`, which stands for what nobody reads.
     """
     if value.startswith("$"):
         return f"{value[1:]}_" if value[1:] in _OURS else value[1:]
     base = re.sub(r"(_\d+)+$", "", value)
     base = "x" if base == "input" else base
     base = f"_{base.lstrip('_')}" if base.startswith("__") else base  # Python writes those anew
+    base = "value" if base in ("", "_") else base
     return f"{base}_" if base in _TAKEN else base
 
 

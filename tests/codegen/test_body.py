@@ -518,3 +518,40 @@ def test_a_variable_of_a_loop_is_that_of_no_value(tmp_path):
             re.findall(r"for (\w+) in range\(.*\):$", "".join(package.files.values()), re.M)
         )
     assert counters == {"j"}
+
+
+class Crosses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, _, y):
+        h = self.a(_).tanh()
+        return h + y, self.b(h) * y
+
+
+class Underscores(nn.Module):
+    """Values that are called as what nobody reads is, and so is a list of modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.chunks = nn.Linear(6, 18)
+        self._ = nn.ModuleList([Crosses(), Crosses(), Crosses()])
+
+    def forward(self, _, _1):
+        y = _ * 2 + _1
+        for block in self._:
+            _, y = block(_, y)
+        _2 = _ + _1
+        a, b, _unused = self.chunks(y).chunk(3, -1)
+        return a.tanh() + b.sin() + _2 * _
+
+
+def test_an_underscore_is_no_variable_that_is_read(tmp_path):
+    model, inputs = Underscores(), (torch.randn(4, 6), torch.randn(4, 6))
+    for package in cut_everywhere(compile_flat(model, inputs, devices="cpu*2", microbatches=2)):
+        pipe = fxpipe.load(package.write(tmp_path / str(package.plan.cuts[0])))
+        pipe.load_state_dict(model.state_dict())
+        torch.testing.assert_close(pipe(*inputs), model(*inputs))
+        for stage in package.manifest.stages:
+            assert "_" not in {port.parameter for port in stage.inputs}
