@@ -15,7 +15,6 @@ from torch import fx, nn
 
 from fxpipe.codegen.calls import home
 from fxpipe.codegen.comments import WIDTH, Comments, Line
-from fxpipe.codegen.growing import new_list
 from fxpipe.codegen.lines import Writer, called, is_statement
 from fxpipe.codegen.loops import CHECKPOINT, LOOP, Loop, item_of
 from fxpipe.codegen.names import Containers, is_free, path
@@ -86,10 +85,6 @@ class Body:
             unpacked.update(item for item in items if item is not None)
             if LOOP in node.meta:
                 yield from self._loop(node, items)
-            elif node.target is new_list:
-                yield Line(
-                    f"{self._indent}{self.names[node.name]} = {writer.argument(node.args[0])}"
-                )
             elif items:
                 yield self._unpack(node, items, writer)
             elif after is not None and self._folds(node, after, uses, writer):

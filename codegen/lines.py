@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from fxpipe.codegen.call_arguments import spread, told_arguments, without_defaults
 from fxpipe.codegen.functions import function_called
+from fxpipe.codegen.growing import new_list
 from fxpipe.codegen.loops import CHECKPOINT
 from fxpipe.codegen.made import Written
 from fxpipe.codegen.segments import recomputed
@@ -122,6 +123,8 @@ class Writer:
             return f"{in_training} if self.training else {in_evaluation}"
         if target is getattr:
             return f"{self._operand(node.args[0])}.{node.args[1]}"
+        if target is new_list:
+            return self.argument(node.args[0])
         if target is limit:
             return f"torch.finfo({self.argument(node.args[0])}).{node.args[1]}"
         function = function_called(node)

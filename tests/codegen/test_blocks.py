@@ -301,6 +301,29 @@ def test_lists_that_grow_are_lists_that_grow(tmp_path):
     assert "def forward(self, features: list[Tensor]) -> Tensor:" in package.files["blocks.py"]
 
 
+def test_a_list_grows_in_each_stage_from_what_it_is_given_on(tmp_path):
+    class Dense(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6 + 4 * k, 4) for k in range(6))
+            self.head = nn.Linear(30, 3)
+
+        def forward(self, x):
+            features = [x]
+            for layer in self.layers:
+                features.append(layer(torch.cat(features, 1)).relu())
+            return self.head(torch.cat(features, 1))
+
+    model, x = Dense(), torch.randn(8, 6)
+    texts = []
+    for package in cut_everywhere(compile_flat(model, (x,), devices="cpu*2", microbatches=2)):
+        pipe = fxpipe.load(package.write(tmp_path / str(package.plan.cuts[0])))
+        pipe.load_state_dict(model.state_dict())
+        torch.testing.assert_close(pipe(x), model(x))
+        texts += code(package.files["stage_1.py"])
+    assert "features = [x, relu, layer.relu()]" in texts
+
+
 def test_a_layer_that_a_cut_divides_is_written_out(tmp_path):
     package = verified(lambda: Layers(3), rows, tmp_path)
     assert list(classes(package)) == ["Layer"]
