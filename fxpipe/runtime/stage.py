@@ -50,11 +50,15 @@ class Stage:
     def compile(self) -> None:
         """Let torch.compile make its forward and backward faster, where it would do the same.
 
-        Compiled code would draw other random numbers than the model does, and torch's own
-        checkpoint in it could count twice what a segment counts in a buffer.
+        Compiled code would draw other random numbers than the model does, torch's own checkpoint in
+        it could count twice what a segment counts in a buffer, and what is written to a number in
+        float64, which any floating one may become, would be lost.
         """
-        counts = self.spec.segments and self.spec.mutated_buffers
-        if not self.spec.random and not counts:
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        written = [buffers[name] for name in self.spec.mutated_buffers]
+        counts = self.spec.segments and written
+        loses = any(b.dim() == 0 and b.is_floating_point() for b in written)
+        if not (self.spec.random or counts or loses):
             from fxpipe.runtime.written_out import WrittenOut  # a second, for inductor
 
             # Else Inductor's kernels for the CPU keep Python from the other lanes while they run.

@@ -87,6 +87,41 @@ ADDS = Toy(
 )
 
 
+class Counts(nn.Module):
+    """A number that each micro-batch adds to, and is multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen.add_(1)
+        return self.layer(x) * (1 + self.seen * 0.1)
+
+
+COUNTS = Toy(
+    Counts,
+    (
+        Part(
+            """
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(6, 3)
+                self.register_buffer("seen", torch.zeros(()))
+
+            def forward(self, x):
+                self.seen.add_(1)
+                return self.layer(x) * (1 + self.seen * 0.1)
+            """,
+            (None,),
+            ("y",),
+            mutated=("seen",),
+        ),
+    ),
+)
+
+
 @pytest.fixture
 def traced_only(monkeypatch):
     """All of torch.compile but inductor's kernels, which take a C++ compiler seconds."""
@@ -175,6 +210,17 @@ def test_a_stage_that_counts_in_what_it_recomputes_is_left_as_it_is(tmp_path):
     pipe = load(write(tmp_path, TOYS["normed"], checkpoint="segment"), compile=True)
     compiled = [stage.module._compiled_call_impl is not None for stage in pipe._stages]
     assert compiled == [not stage.spec.mutated_buffers for stage in pipe._stages]
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_stage_that_writes_a_number_is_left_as_it_is(tmp_path):
+    """As AOTAutograd in float64 would lose what is written."""
+    model, pipe = _both(tmp_path, COUNTS)
+    x = COUNTS.inputs(8)
+    expected = plain_step(COUNTS, model, x, 4, False)
+    assert same(pipe.step(*x, loss_fn=mean_loss), expected)
+    assert_same_state(pipe, model)
+    assert not pipe._stages[0].is_compiled
 
 
 @pytest.mark.usefixtures("traced_only")
