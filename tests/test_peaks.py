@@ -1,5 +1,7 @@
 """The memory that a plan predicts is what a step holds, where the model's head rules it."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -55,6 +57,29 @@ def test_the_heads_lane_holds_no_more_than_predicted_nor_much_less(
         target=ids,
     )
     assert_held(package, tmp_path, cross_entropy, ids, ids)
+
+
+TWO_STEPS = """
+import sys
+import torch, fxpipe
+
+pipe = fxpipe.load(sys.argv[1])
+x = torch.randn(64, 256)
+for _ in range(2):
+    with pipe.memory() as memory:
+        pipe.step(x, loss_fn=lambda output, target: output.square().mean())
+    print(memory.peaks[0].measured_bytes)
+"""
+
+
+def test_the_first_step_of_a_process_holds_as_much_as_the_second(tmp_path):
+    """Torch imports more of itself where ops are first counted, and keeps the frames it is in."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    package = fxpipe.compile(model, (torch.randn(64, 256),), devices="cpu*1", microbatches=4)
+    command = [sys.executable, "-c", TWO_STEPS, package.write(tmp_path / "package")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    first, second = ran.stdout.split()
+    assert first == second
 
 
 class Fuses(nn.Module):

@@ -6,12 +6,14 @@ stages. Meanwhile what a lane gets from another, or from the caller, is copied, 
 so that each lane holds what a device in its place would.
 """
 
+import gc
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -95,6 +97,8 @@ class Memory:
         return "\n".join(map(str, self.peaks))
 
     def __enter__(self) -> "Memory":
+        if any(stream.peak_bytes(device) is None for device in self._devices):
+            _first_op()
         for stage in self._stages:
             self._tally.add(stage.lane, _state(stage))
         for lanes in self._sharing():
@@ -238,6 +242,18 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             [t for t in _tensors(result) if t.untyped_storage().data_ptr() not in given],
         )
         return result
+
+
+@cache
+def _first_op() -> None:
+    """What torch does in the first op that a mode sees, before any is counted.
+
+    It imports a large part of itself, and keeps the frames that run then, and what is in them,
+    until the collector comes by: in a step that were a forward's values.
+    """
+    with Counted(Tally(1), 0, _nothing):
+        torch.empty(0)
+    gc.collect()
 
 
 def _tensors(node: Any) -> Iterator[Tensor]:
