@@ -219,8 +219,8 @@ def _gone() -> None:
 
 
 def _leaf(arg: Any) -> Any:
-    """An argument as it is now, without its history."""
-    if isinstance(arg, Tensor):
+    """An argument as it is now, without its history. A parameter has none, and is itself."""
+    if isinstance(arg, Tensor) and not isinstance(arg, nn.Parameter):
         return arg.detach().requires_grad_(arg.requires_grad)
     return [*map(_leaf, arg)] if isinstance(arg, list) else arg
 

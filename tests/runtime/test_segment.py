@@ -139,6 +139,34 @@ def test_a_part_within_a_part_is_computed_again_with_it(stage, x):
     torch.testing.assert_close(gradients(stage, x), expected, rtol=0, atol=0)
 
 
+class Scaled(nn.Module):
+    """A part that is given a parameter, alone or in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body = nn.Linear(4, 4), Body()
+        self.scale, self.shift = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4))
+
+    def forward(self, x, part=checkpoint):
+        return part(self.scaled, self.first(x), self.scale, [self.shift])
+
+    def scaled(self, x, scale, shifts):
+        return torch.sin(self.body(x) + x * scale) * shifts[0]
+
+    plain = Stage.plain
+
+
+def test_a_parameter_that_is_given_is_not_computed_again(x):
+    torch.manual_seed(0)
+    stage = Scaled().double()
+    expected = expected_gradients(stage, x)
+    with running(stage):
+        y = stage(x)
+    y.sum().backward()
+    assert stage.body.runs == 2
+    torch.testing.assert_close(gradients(stage, x), expected, rtol=0, atol=0)
+
+
 def test_outside_of_a_pipeline_it_is_torchs_own(stage, x):
     expected = expected_gradients(stage, x)
     stage(x).sum().backward()
