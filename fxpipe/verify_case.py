@@ -242,8 +242,12 @@ def running_plain(target: Target, model: nn.Module, dtype: torch.dtype) -> Itera
 
 
 def is_of_dtypes(error: FxpipeError) -> bool:
-    """Whether what torch or the model raised, which is its cause, speaks of dtypes."""
-    return bool(_OF_DTYPES.search(str(error.__cause__)))
+    """Whether what torch or the model raised, which is its cause, speaks of dtypes.
+
+    Of a tensor that was written in place torch names the dtype by the way.
+    """
+    text = str(error.__cause__)
+    return _OF_DTYPES.search(text) is not None and "modified by an inplace operation" not in text
 
 
 def _kept(output: Any) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from functools import cache
 from unittest import mock
 
@@ -170,6 +171,16 @@ def test_a_stage_that_fails_in_float64_alone_says_how_else_to_compare(tmp_path):
     ):
         verify(out, target)
     assert verify(out, target, dtype="float32").equal
+
+
+def test_a_stage_that_writes_in_place_what_backward_needs_is_not_told_of_dtypes(tmp_path):
+    """Though torch names the dtype of what was written."""
+    out = compile_flat(models.Chain(), kwargs=MAKERS[models.Chain](8), devices=2, microbatches=4)
+    file = out.write(tmp_path / "out") / "stage_1.py"
+    file.write_text(re.sub(r"return (.*\))", r"return (\1).exp().add_(1)", file.read_text()))
+    with pytest.raises(StageError, match=r"modified by an inplace operation.*Double") as error:
+        verify(tmp_path / "out", target_of(models.Chain))
+    assert "--dtype" not in str(error.value)
 
 
 def padded(rows):
