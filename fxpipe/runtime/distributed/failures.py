@@ -56,20 +56,23 @@ class Failures:
     def lose(self, why: str, n_lost: int = 0, near: Collection[int] = ()) -> StageError:
         """The error to raise where this rank can't go on for want of others, `n_lost` or more.
 
-        It tells where those `near` are, and which give no sign of life.
+        It tells where those `near` are, and which give no sign of life; without an answer of the
+        store, where this one is.
         """
         own = f"rank {self._board.rank} {why}"
         lines = self._board.lines()
         if lines is None:
-            whole = f"{own}. The store of torch.distributed doesn't answer"
+            told = "The store of torch.distributed doesn't answer. Where this rank is:"
+            shown = [f"rank {self._board.rank} {self._progress}"]
         else:
+            told = "What each has told last:"
             n_lost = max(n_lost, sum(silent for _, silent in lines))
             shown = [
                 f"rank {rank} {line}"
                 for rank, (line, silent) in enumerate(lines)
                 if silent or rank in near
             ]
-            whole = "\n  ".join([f"{own}. What each has told last:", *shown])
+        whole = "\n  ".join([f"{own}. {told}", *shown])
         first = self._first(whole, n_lost)
         if first is not None:
             return self._hear(first, own)

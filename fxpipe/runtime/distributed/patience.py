@@ -15,7 +15,8 @@ LOOK_S = 0.3  # how often one who waits looks whether it should
 class Patience:
     """Of a rank that waits `timeout_s` seconds; `near` are the ranks whose places it then tells.
 
-    `trouble` is what waits for others have raised.
+    Where any may be the lost one, it tells those of all. `trouble` is what waits for others
+    have raised.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class Patience:
             if not isinstance(error, RuntimeError):
                 raise error
             raise self._failures.lose(
-                f"has lost {partner}, whose process has ended or can't be reached "
-                f"({_cause(error)}), while it {self._progress.waiting or 'waits for nothing'}",
+                f"has lost {partner or 'another rank'}, whose process has ended or can't be "
+                f"reached ({_cause(error)}), "
+                f"while it {self._progress.waiting or 'waits for nothing'}",
                 1,
-                self.near,
+                self.near if partner else range(self._board.size),
             )
         late = waited_s > self._timeout_s / 2
         if late and not self._late:

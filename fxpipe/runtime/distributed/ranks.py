@@ -80,7 +80,7 @@ class Ranks:
         weakref.finalize(self, _destroy, self._groups)
         self._waited: list[Any] = []  # groups that this rank may wait in
         self._trouble: Trouble = []
-        self._collectives = Worker("collectives", "another rank", self._trouble)
+        self._collectives = Worker("collectives", None, self._trouble)
         store = PrefixStore(f"fxpipe/{next(_loads)}", _get_default_store())
         self._board = Board(store, self.world_rank, self.world_size, self.progress.__str__)
         weakref.finalize(self, self._board.close)

@@ -7,8 +7,8 @@ from queue import SimpleQueue
 
 Job = Callable[[], object]
 
-# Whom a wait was for, and the error that said that it is lost.
-Trouble = list[tuple[str, BaseException]]
+# Whom a wait was for, None if for any rank, and the error that said that it is lost.
+Trouble = list[tuple[str | None, BaseException]]
 
 _END_S = 0.2  # how long a thread may take to end; one that waits for a lost rank doesn't
 
@@ -16,8 +16,8 @@ _END_S = 0.2  # how long a thread may take to end; one that waits for a lost ran
 class Worker:
     """A thread that does what it is given, in order; `trouble` gets what is raised."""
 
-    def __init__(self, name: str, partner: str, trouble: Trouble) -> None:
-        """`partner` is whom it may wait for."""
+    def __init__(self, name: str, partner: str | None, trouble: Trouble) -> None:
+        """`partner` is whom it may wait for; any rank if that is None."""
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         # The thread knows only its queue: what uses it can be collected while it idles.
         thread = threading.Thread(
@@ -31,7 +31,7 @@ class Worker:
         self._queue.put(job)
 
 
-def _work(queue: SimpleQueue[Job | None], partner: str, trouble: Trouble) -> None:
+def _work(queue: SimpleQueue[Job | None], partner: str | None, trouble: Trouble) -> None:
     while (job := queue.get()) is not None:
         try:
             job()
