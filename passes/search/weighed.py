@@ -19,9 +19,8 @@ from fxpipe.schedule import Schedule
 # more than such a share of some device's memory; all are, where the plan beside them is as much
 # longer than the bound. Of the shortest, tables of so many actions in all.
 _NEAR, _SHORT, _MOST_ACTIONS = 0.1, 0.8, 1500
-# How much more than all devices have a mode may need on cuts of equal time, if others may suit it.
-# And of how many blocks times stages cuts come soon: of more they take many seconds.
-_MORE, _SOON = 0.25, 50_000
+# Of how many blocks times stages cuts come soon: of more they take many seconds.
+_SOON = 20_000
 
 
 def shorter_named(problem: SearchProblem, than_ms: float, bound_ms: float) -> Plan | None:
@@ -66,31 +65,19 @@ def _shorter_in(
 def shorter_by_modes(problem: SearchProblem, schedule_name: str, than_ms: float) -> Plan | None:
     """The same of the schedule of that name whose table is given, in each mode of recomputation.
 
-    If there is a plan, modes that on cuts of equal time are far from it aren't cut, and none of
-    very many blocks.
+    If there is a plan, only where cuts come soon.
     """
     table = problem.table
     assert table is not None
     schedule = table if schedule_name == GIVEN else schedule_name
     shortest: Plan | None = None
+    if than_ms < inf and len(problem.chain.blocks) * table.n_stages > _SOON:
+        return None
     for mode in _modes(problem):
-        if than_ms < inf and not _is_near(problem, mode, than_ms):
-            continue
         plan = _shorter(problem, schedule, table, mode, than_ms)
         if plan is not None:
             shortest, than_ms = plan, plan.estimate.step_ms
     return shortest
-
-
-def _is_near(problem: SearchProblem, mode: CheckpointMode, than_ms: float) -> bool:
-    """Whether the table that is given, or that with whole backwards, may be shorter and fit."""
-    assert problem.table is not None
-    if len(problem.chain.blocks) * problem.table.n_stages > _SOON:
-        return False
-    room = (1 + _MORE) * sum(problem.capacity_bytes)
-    tables = (table for table in (problem.table, problem.whole) if table is not None)
-    found = (_on_equal_cuts(problem, table, mode) for table in tables)
-    return any(one.step_ms < than_ms * (1 + _NEAR) and sum(one.peak_bytes) <= room for one in found)
 
 
 def _modes(problem: SearchProblem) -> tuple[CheckpointMode, ...]:
