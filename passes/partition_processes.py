@@ -18,8 +18,8 @@ def with_messages_held(
     """The plan whose peaks count what its processes hold of messages, where there is room for it.
 
     What is sent is let go of some at a time, a message at least, which may have to wait until it is
-    asked for. And to ask another process for a message wakes it,
-    which takes a processor as long as some small ops do: there is room to ask for several at once.
+    asked for. And to ask another process for a message wakes it, which takes a processor as long as
+    some small ops do: there is room to ask for several at once.
     """
     if network.link.value_ms == 0:
         return plan

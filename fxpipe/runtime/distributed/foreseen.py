@@ -4,8 +4,8 @@ By the plan, if the table is the one that was planned; else by the clock, each a
 cycle.
 """
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpipe.runtime import trace
@@ -43,7 +43,7 @@ def planned(estimate: EstimateSpec, schedule: Schedule) -> Foreseen | None:
         return None
     events = {Action.parse(event.name): event for row in rows for event in row}
     held = [
-        [_most(changes, event.start_ms, event.end_ms) for event in row]
+        [*_most_during(row, changes)]
         for row, changes in zip(rows, trace.held(estimate.memory), strict=True)
     ]
     spare = [[max(row, default=0) - n_bytes for n_bytes in row] for row in held]
@@ -54,8 +54,10 @@ def planned(estimate: EstimateSpec, schedule: Schedule) -> Foreseen | None:
     )
 
 
-def _most(changes: Sequence[tuple[float, int]], start: float, end: float) -> int:
-    """The most that is held from `start` on and before `end`, both in ms."""
+def _most_during(row: Sequence[trace.Event], changes: Sequence[tuple[float, int]]) -> Iterator[int]:
+    """The most that is held from when each action begins on, and before it ends."""
     times = [ms for ms, _ in changes]
-    first = max(bisect_right(times, start) - 1, 0)
-    return max(n_bytes for ms, n_bytes in changes[first:] if ms < end or ms <= start)
+    for event in row:
+        first = max(bisect_right(times, event.start_ms) - 1, 0)
+        last = max(bisect_left(times, event.end_ms), first + 1)
+        yield max(n_bytes for _, n_bytes in changes[first:last])
