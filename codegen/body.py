@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from fxpipe.codegen.calls import home
 from fxpipe.codegen.comments import WIDTH, Comments, Line
+from fxpipe.codegen.contexts import contexts
 from fxpipe.codegen.lines import Writer, called, is_statement
 from fxpipe.codegen.loops import CHECKPOINT, LOOP, Loop, item_of
 from fxpipe.codegen.names import Containers, is_free, path
@@ -110,7 +111,7 @@ class Body:
         self._region = region
         self._indent = "" if region == PLAIN else "    "
         if region != PLAIN:
-            yield Line(f"with {', '.join(_settings(region))}:")
+            yield Line(f"with {', '.join(contexts(region))}:")
 
     def _branch(self, mode: bool | None) -> Iterator[Line]:
         """What only one mode runs stands below an `if`, that of train mode first."""
@@ -292,22 +293,6 @@ def _numbered(name: str) -> Iterator[str]:
 
 def _singular(name: str) -> str:
     return name[:-1] if name.endswith("s") and len(name) > 3 else name
-
-
-def _settings(region: Region) -> Iterator[str]:
-    """The contexts of a `with` that opens `region`."""
-    if not region.grad:
-        yield "torch.no_grad()"
-    for each in region.autocasts:
-        kind = "device.type" if each.here else f'"{each.device_type}"'
-        dtype = "" if each.dtype is None else f"dtype={each.dtype}, "
-        cached = each.enabled and each.cache is not None
-        cache = f", cache_enabled={each.cache}" if cached else ""
-        yield f"torch.autocast({kind}, {dtype}enabled={each.enabled}{cache})"
-    if region.kernels is not None:
-        chosen = ", ".join(f"SDPBackend.{name}" for name in region.kernels.names)
-        order = ", set_priority=True" if region.kernels.in_order else ""
-        yield f"sdpa_kernel([{chosen}]{order})"
 
 
 def _unparenthesized(code: str) -> str:

@@ -61,6 +61,8 @@ def mark_again(  # type: ignore[no-untyped-def]
         for k in range(len(saved)):
             if starts[k] >= 0:
                 again[begin + k] = FIRST if starts[k] == k else MORE
+        if share == 0:
+            return  # how large they are costs nothing
 
 
 @compiled
@@ -77,8 +79,7 @@ def _within(begin, price, limit, saved, forward_before, crossing):  # type: igno
     kept_cost, again_cost = np.zeros(n + 1), np.full(n + 1, np.inf)
     came, worth = np.zeros(n + 1, np.int64), np.empty(n)
     queue, head, tail = np.empty(n, np.int64), 0, 0
-    room = limit
-    left = 0
+    left, room = 0, limit
     for k in range(n):
         here = price * (1.5 - k / n)
         best = min(kept_cost[k], again_cost[k])

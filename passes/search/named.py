@@ -48,9 +48,10 @@ def named_tables(
     chain: Chain, n_devices: int, n_microbatches: int
 ) -> Iterator[tuple[str, Schedule]]:
     """Those for which blocks suffice, with as many stages a device as each usually has."""
+    most = len(edges_of(chain)) - 1
     for name in order.NAMES:
         loops = order.usual_loops(name, n_devices)
-        if n_devices * loops < len(edges_of(chain)):
+        if n_devices * loops <= most:
             yield name, order.build(name, n_devices, n_microbatches, loops)
 
 
