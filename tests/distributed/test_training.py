@@ -150,22 +150,3 @@ def test_ranks_that_ask_ahead_hold_no_more_than_was_planned(two, tmp_path, sched
     package.write(tmp_path / "out", weights=True)
     for predicted, measured in two.run(jobs.held, tmp_path / "out", x):
         assert measured <= predicted <= 1.1 * measured
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
-def test_nor_do_they_where_messages_are_large_and_come_late(two, tmp_path, schedule):
-    model, x = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8))), torch.randn(8, 512, 128)
-    package = fxpipe.compile(
-        model,
-        (x,),
-        devices="cpu*2",
-        microbatches=4,
-        schedule=schedule,
-        profile="analytic:cpu",
-        topology="2:nvlink4",
-        target=x,
-        loss_fn=functional.mse_loss,
-    )
-    package.write(tmp_path / "out", weights=True)
-    for predicted, measured in two.run(jobs.held, tmp_path / "out", x):
-        assert measured <= predicted

@@ -1,10 +1,13 @@
 """Receives are posted as early as memory allows, small ones several at once."""
 
+from dataclasses import replace
+from random import Random
+
 import pytest
 from wirings import wires_of
 
 from fxpipe.passes import order
-from fxpipe.runtime.distributed.foreseen import Foreseen
+from fxpipe.runtime.distributed.foreseen import Foreseen, by_clock
 from fxpipe.runtime.distributed.messages import Free, Message, Post, Receive, Row, arrivals
 from fxpipe.runtime.distributed.posting import with_posts
 from fxpipe.runtime.distributed.routes import rank_rows
@@ -122,6 +125,27 @@ def test_buffers_never_pass_what_the_rank_holds_at_its_fullest(name, n_bytes, ah
         most = max(load(row, held(actions), cycles, table, n_bytes, by_clock=True))
         really = max(load(row, held(actions), cycles, table, n_bytes, by_clock=False))
         assert really <= most + ahead_bytes
+
+
+@pytest.mark.parametrize("name", order.NAMES)
+@pytest.mark.parametrize("n_bytes", [1, 7])
+@pytest.mark.parametrize("ahead_bytes", [0, 3])
+def test_nor_what_the_plan_has_room_for_during_each_action(name, n_bytes, ahead_bytes):
+    p = 2 if order.usual_loops(name, 4) > 1 else 4
+    table = order.build(name, p, 6, order.usual_loops(name, p))
+    rows = rank_rows(table, wires_of(table.n_stages), table.stage_to_device, [])
+    random, kept = Random(name), [held(row) for row in table.rows]
+    # As the clock has it, but for what computing needs, which leaves less room now and then.
+    spare = [[random.choice((0, 0, 5, 20)) for _ in row] for row in table.rows]
+    plan = replace(by_clock(table), spare_bytes=spare)
+    ahead = [ahead_bytes] * len(rows)
+    early = with_posts(rows, table, kept, ahead, lambda message: n_bytes, plan)
+    for row, actions, rooms in zip(early, table.rows, spare, strict=True):
+        at_once = sorted(row, key=lambda item: not isinstance(item, Post))
+        planned = load(at_once, held(actions), plan.comes, table, n_bytes, by_clock=True)
+        really = load(row, held(actions), plan.comes, table, n_bytes, by_clock=False)
+        for most, room, has in zip(planned, rooms, really, strict=True):
+            assert has <= most + room + ahead_bytes
 
 
 def load(row, kept, cycles, table, n_bytes, by_clock) -> list[float]:
