@@ -15,10 +15,12 @@ from fxpipe.passes.search.judge import SearchProblem
 from fxpipe.passes.search.named import named_tables, on_equal_cuts
 from fxpipe.schedule import Schedule
 
-# Those are given cuts of their own that on cuts of equal time take so much longer at most and need
-# more than such a share of some device's memory; all are, where the plan beside them is as much
-# longer than the bound. Of the shortest, tables of so many actions in all.
-_NEAR, _SHORT, _MOST_ACTIONS = 0.1, 0.8, 1500
+# Beside a plan, those are given cuts of their own that on cuts of equal time take so much longer at
+# most (their own were up to 15 % shorter) and hold no more in all than so many times what there is.
+_NEAR, _MOST_HELD = 0.2, 1.5
+# And need more than such a share of some device's memory, or the plan is so much longer than the
+# bound: else the search did well. Of the shortest, tables of so many actions in all.
+_SHORT, _FAR, _MOST_ACTIONS = 0.8, 0.1, 1500
 # Of how many blocks times stages cuts come soon: of more they take many seconds.
 _SOON = 20_000
 
@@ -41,14 +43,15 @@ def _shorter_in(
 ) -> Plan | None:
     """The same in one mode."""
     p, m = problem.n_devices, problem.n_microbatches
-    is_far = than_ms > bound_ms * (1 + _NEAR)
+    is_far = than_ms > bound_ms * (1 + _FAR)
     near = []
     for name, table in named_tables(problem.chain, p, m):
+        if table.n_stages // p not in problem.loops:
+            continue
         found = _on_equal_cuts(problem, table, mode)
         peaks = zip(found.peak_bytes, problem.capacity_bytes, strict=True)
         is_short = any(peak > _SHORT * capacity for peak, capacity in peaks)
-        is_near = found.step_ms < than_ms * (1 + _NEAR)
-        if (is_far or (is_short and is_near)) and table.n_stages // p in problem.loops:
+        if (is_far or is_short) and _may_be_shorter(problem, found, than_ms):
             near.append((found.step_ms, name, table))
     shortest: Plan | None = None
     left = _MOST_ACTIONS
@@ -60,6 +63,14 @@ def _shorter_in(
         if plan is not None:
             shortest, than_ms = plan, plan.estimate.step_ms
     return shortest
+
+
+def _may_be_shorter(problem: SearchProblem, found: Estimate, than_ms: float) -> bool:
+    """Whether other cuts than these of equal time may fit and be shorter than that."""
+    if than_ms == inf:
+        return True
+    may_fit = sum(found.peak_bytes) < _MOST_HELD * sum(problem.capacity_bytes)
+    return may_fit and found.step_ms < than_ms * (1 + _NEAR)
 
 
 def shorter_by_modes(problem: SearchProblem, schedule_name: str, than_ms: float) -> Plan | None:

@@ -102,3 +102,18 @@ def test_where_cuts_take_long_no_mode_is_weighed_against_a_plan(
     monkeypatch.setattr(weighed, "_SOON", 24 * 2 - 1)
     assert shorter_by_modes(asked, "1f1b", longer_ms) is None
     assert shorter_by_modes(asked, "1f1b", inf) == found
+
+
+def test_beside_a_plan_none_is_cut_that_is_much_longer_or_holds_much_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    short = replace(asked(0), recompute=True)
+    found = shorter_named(short, inf, 0.0)
+    assert found is not None
+    longer_ms = found.estimate.step_ms * 1.01
+    assert shorter_named(short, longer_ms, 0.0) == found
+    for name in ("_NEAR", "_MOST_HELD"):
+        with monkeypatch.context() as never:
+            never.setattr(weighed, name, -1.0)
+            assert shorter_named(short, longer_ms, 0.0) is None
+            assert shorter_named(short, inf, 0.0) == found
