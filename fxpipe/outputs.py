@@ -3,10 +3,15 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from fxpipe.errors import InputError
+
+try:
+    from fcntl import LOCK_EX, LOCK_NB, flock
+except ImportError:  # on Windows
+    flock = None  # type: ignore[assignment]
 
 
 def why_no_place(path: Path) -> str | None:
@@ -49,19 +54,62 @@ def whole_folder(path: Path) -> Iterator[Path]:
     """The folder `filled_for(path)` for the block to fill, which then takes the place of `path`.
 
     At all times `standing(path)` is the old one, or the new one, whole; what a process that was
-    killed left beside them is put back or removed. Raises OSError.
+    killed left beside them is put back or removed. Raises OSError, as where another process fills
+    the folder.
     """
-    filled, before = filled_for(path), _before(path)
+    filled = filled_for(path)
     path = path.resolve()
-    _tidy(path)
+    above = filled.parent
+    above.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as filling:
+        with _locked(above):
+            if filled.exists():
+                with _locked(filled, wait=False):
+                    pass
+            _tidy(path)
+            filled.mkdir()
+            filling.enter_context(_locked(filled))
+        try:
+            yield filled
+        except BaseException:
+            with _locked(above):
+                _tidy(path)
+            raise
+        with _locked(above):
+            _put(filled, path)
+
+
+def _put(filled: Path, path: Path) -> None:
+    """Have the filled folder take the place of `path`."""
     try:
-        filled.mkdir(parents=True)
-        yield filled
         if path.exists():
-            path.rename(before)
+            path.rename(_before(path))
         filled.rename(path)
     finally:
         _tidy(path)
+
+
+@contextmanager
+def _locked(folder: Path, wait: bool = True) -> Iterator[None]:
+    """Let no other process into such a block meanwhile: wait for it to leave, or raise OSError.
+
+    The system lets go of it as a process dies. Where it has no such locks (as in some folders of
+    networks), all are let in.
+    """
+    if flock is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            flock(descriptor, LOCK_EX if wait else LOCK_EX | LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(error.errno, "another process is writing it") from error
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def filled_for(path: Path) -> Path:

@@ -1,6 +1,8 @@
 """What is written stands at its place whole, or not at all."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -142,3 +144,35 @@ def test_a_link_to_a_folder_is_followed(tmp_path):
         assert (path / "text").read_text() == text
     assert path.is_symlink()
     assert sorted(os.listdir(tmp_path)) == ["disk", "last"]
+
+
+def test_a_folder_that_another_process_fills_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "out"
+    with whole_folder(path) as folder:
+        (folder / "text").write_text("one")
+        with pytest.raises(OSError, match="another process is writing it"):
+            fill(path, "two")
+    assert (path / "text").read_text() == "one"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_other_folders_beside_it_are_filled_meanwhile(tmp_path):
+    with whole_folder(tmp_path / "out"):
+        fill(tmp_path / "other", "two")
+    assert sorted(os.listdir(tmp_path)) == ["other", "out"]
+
+
+def test_of_those_that_fill_one_folder_at_once_each_puts_it_there_whole_or_is_told(tmp_path):
+    path = tmp_path / "out"
+
+    def fill_often(name: str) -> None:
+        for k in range(200):
+            # A lock is of the folder as it was opened: threads keep each other out as well.
+            with suppress(BlockingIOError), whole_folder(path) as folder:
+                for file in "0123":
+                    (folder / file).write_text(f"{name}{k}")
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(fill_often, "abc"))
+    assert len({(path / file).read_text() for file in "0123"}) == 1
+    assert os.listdir(tmp_path) == ["out"]
