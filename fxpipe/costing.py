@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from fxpipe.capture import capture as capture_model
 from fxpipe.capture import flat_inputs
 from fxpipe.costs.criterion import Criterion, Loss
+from fxpipe.costs.first_microbatch import check_sizes
 from fxpipe.ir import Capture, Profile
 from fxpipe.passes.analytic import analytic
 from fxpipe.passes.profile import profile as profile_ops
@@ -52,7 +53,11 @@ def priced(
     loss: Loss | None,
     apart: bool = False,
 ) -> Profile:
-    """The given profile if it fits, or one as asked for; `apart`, of a process per device."""
+    """The given profile if it fits, or one as asked for; `apart`, of a process per device.
+
+    Raises InputError if the graph does not hold for the micro-batches.
+    """
+    check_sizes(capture, microbatches)
     if isinstance(profile, Profile):
         check_profile(profile, capture, microbatches)
         return profile

@@ -232,3 +232,42 @@ def test_rows_that_are_selected_are_put_together(tmp_path):
     pipe.load_state_dict(model.state_dict())
     x = torch.randn(10, 8)
     torch.testing.assert_close(pipe(x), model(x))
+
+
+def by_rows(rule):
+    """A model one of whose layers goes by how many rows it is given."""
+
+    class ByRows(nn.Module):
+        def forward(self, x):
+            return rule(x)
+
+    layers = nn.Linear(8, 8), ByRows(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)
+    return nn.Sequential(*layers).double()
+
+
+def normed(x):
+    """In chunks of eight rows at most."""
+    return torch.cat([part - part.mean(0) for part in x.chunk(-(-x.size(0) // 8))])
+
+
+BY_ROWS = (
+    (lambda x: x * 2 if x.size(0) > 4 else x, 2, 3, r"12, where batch > 4, .* has 4"),
+    (lambda x: x if x.size(0) == 1 else x - x.mean(0), 2, 12, r"12, where batch > 1, .* has 1"),
+    (normed, 1, 2, r"12, where -\(-batch // 8\) == 2, .* has 6"),
+)
+
+
+@pytest.mark.parametrize(("rule", "fits", "cuts", "says"), BY_ROWS, ids=["few", "one", "chunks"])
+def test_a_forward_that_goes_by_how_many_rows_there_are_is_refused_where_that_differs(
+    rule, fits, cuts, says, tmp_path
+):
+    model, x = by_rows(rule), torch.randn(12, 8, dtype=torch.float64)
+    with pytest.raises(InputError, match=says):
+        fxpipe.compile(model, (x,), devices="cpu*2", microbatches=cuts)
+    package = fxpipe.compile(model, (x,), devices="cpu*2", microbatches=fits)
+    pipe = fxpipe.load(package.write(tmp_path / "out")).double()
+    pipe.load_state_dict(model.state_dict())
+    pieces = x.tensor_split(fits)
+    torch.testing.assert_close(pipe(x), torch.cat([model(piece) for piece in pieces]))
+    with pytest.raises(InputError, match=r"compiled for inputs where .* in each micro-batch"):
+        pipe(x[:fits])

@@ -77,7 +77,7 @@ class Check:
         training = Observer(self.modules, self.state)
         try:
             expected = self._plain(training=True)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise InputError(
                 f"the model by itself can't be trained on these inputs: {error}"
             ) from error

@@ -90,7 +90,8 @@ def elsewhere(sizes: Sizes) -> dict[str, int]:
         if name == "batch":
             continue
         near = sorted({*range(2, 2 * traced + 1)} - {traced}, key=lambda n: abs(n - traced))
-        fit = (n for n in near if all(holds(c, found | {name: n}) for c in sizes.compared))
+        named = [c for c in sizes.compared if re.search(rf"\b{name}\b", c)]
+        fit = (n for n in near if all(holds(c, found | {name: n}) for c in named))
         other = next(fit, None)
         if other is None:
             raise CaptureError(f"the model takes no other {name} near {traced}")
@@ -175,7 +176,8 @@ def _comparisons(given: Sequence[Tensor], names: Names) -> Iterator[tuple[str, b
     """Comparisons of sizes that came out true in the trace, as Python, and if it depends on them.
 
     Of those that torch's own rules for shapes made, some tell whether a size is 1 and some, of the
-    batch too, which kernel is chosen: the ops decide that anew.
+    batch too, which kernel is chosen: the ops decide that anew. Of the batch alone, only those
+    count that forward makes, if arithmetic tells them.
     """
     dims: list[Any] = [dim for value in given for dim in value.shape]
     environment: ShapeEnv = next(dim.node.shape_env for dim in dims if not isinstance(dim, int))
@@ -184,9 +186,12 @@ def _comparisons(given: Sequence[Tensor], names: Names) -> Iterator[tuple[str, b
         fact = environment.replace(guard.expr)
         place = str(guard.sloc.framework_loc)
         by_path = any(part in place for part in ("_dynamo", "torch/nn"))
-        if fact.free_symbols <= {batch} or not fact.free_symbols <= names.keys():
+        of_batch = fact.free_symbols <= {batch}
+        if not fact.free_symbols <= names.keys() or (of_batch and not by_path):
             continue
         text = _text(fact, names)
+        if text is None and of_batch:
+            continue
         if text is None:
             raise CaptureError(f"forward compares sizes that no arithmetic tells: {fact}")
         if text != "True":

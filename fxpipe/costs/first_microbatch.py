@@ -7,6 +7,8 @@ from torch import Tensor
 
 from fxpipe.errors import InputError
 from fxpipe.ir import Capture
+from fxpipe.runtime.fit import unmet
+from fxpipe.runtime.microbatch import parts_of
 
 
 def check_rows(rows: int, n_microbatches: int) -> None:
@@ -15,6 +17,19 @@ def check_rows(rows: int, n_microbatches: int) -> None:
         raise InputError(
             f"a batch of {rows} can't be cut into {n_microbatches} micro-batches: "
             f"use at most {rows} or a larger batch"
+        )
+
+
+def check_sizes(capture: Capture, n_microbatches: int) -> None:
+    """Raise InputError if the graph does not hold for as few rows as a micro-batch has."""
+    rows = parts_of(capture.batch, n_microbatches)
+    broken = unmet(capture.conditions, capture.sizes, rows)
+    if broken is not None:
+        condition, known = broken
+        raise InputError(
+            f"{capture.model_name}'s forward goes by how many rows it is given: it was captured "
+            f"with {capture.batch}, where {condition}, and a micro-batch has {known['batch']}. "
+            "Write it so that rows do not matter, or use fewer micro-batches or a larger batch"
         )
 
 

@@ -1,6 +1,7 @@
 """Whether a call's tensors have the shapes that the stages take."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -18,10 +19,26 @@ def sizes_of(manifest: Manifest, tensors: Sequence[Tensor]) -> dict[str, int]:
     return found
 
 
-def misfits(manifest: Manifest, tensors: Sequence[Tensor]) -> Iterator[str]:
-    """A message for each input of another shape, and for each size that the model does not take.
+def unmet(
+    conditions: Iterable[str], values: Mapping[str, int], rows: Sequence[int]
+) -> tuple[str, dict[str, int]] | None:
+    """The first condition that sizes don't meet, and those that it is of; None if they meet all.
 
-    How many rows each batched input has is not looked at.
+    The batch's are those of each micro-batch, which has so many `rows`.
+    """
+    for n_rows in sorted(set(rows), reverse=True):
+        known = {**values, "batch": n_rows}
+        for condition in conditions:
+            if not holds(condition, known):
+                words = set(re.findall(r"\w+", condition))
+                return condition, {name: n for name, n in known.items() if name in words}
+    return None
+
+
+def misfits(manifest: Manifest, tensors: Sequence[Tensor], rows: Sequence[int]) -> Iterator[str]:
+    """A message for each input of another shape, and for a size that the model does not take.
+
+    Micro-batches have so many `rows`; how many each batched input has is not looked at.
     """
     values = manifest.sizes | {"batch": manifest.batch} | sizes_of(manifest, tensors)
     wrong = False
@@ -35,10 +52,12 @@ def misfits(manifest: Manifest, tensors: Sequence[Tensor]) -> Iterator[str]:
                 f"input {given.value!r} must have shape [{shape}]{where}, "
                 f"found {list(tensor.shape)}"
             )
-    broken = [condition for condition in manifest.conditions if not holds(condition, values)]
-    if broken and not wrong:
-        named = ", ".join(f"{k} {v}" for k, v in values.items() if k in broken[-1])
-        yield f"the model was compiled for inputs where {broken[-1]}, found {named}"
+    broken = None if wrong else unmet(manifest.conditions, values, rows)
+    if broken is not None:
+        condition, found = broken
+        named = ", ".join(f"{name} {n}" for name, n in found.items())
+        of = " in each micro-batch" if "batch" in found else ""
+        yield f"the model was compiled for inputs where {condition}{of}, found {named}"
 
 
 def _fits(given: InputSpec, tensor: Tensor, values: dict[str, int]) -> bool:

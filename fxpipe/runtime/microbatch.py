@@ -115,7 +115,8 @@ def rows_of(manifest: Manifest, tensors: Sequence[Tensor], m: int) -> list[int]:
         spec.value: tensor.size(0) for spec, tensor in pairs if spec.batched and tensor.dim()
     }
     batch = next(iter(batches.values()), None)
-    broken = [*misfits(manifest, tensors)]
+    parts = parts_of(batch or manifest.batch, min(batch or m, m))
+    broken = [*misfits(manifest, tensors, parts)]
     if len(set(batches.values())) > 1:
         sizes = ", ".join(f"{name} has {size}" for name, size in batches.items())
         broken.append(f"batched inputs must have equally many rows: {sizes}")
@@ -123,7 +124,7 @@ def rows_of(manifest: Manifest, tensors: Sequence[Tensor], m: int) -> list[int]:
         broken.append("a batch of 0 rows can't be cut into micro-batches: give at least one row")
     if broken:
         raise InputError("\n".join(broken))
-    return [1] * m if batch is None else parts_of(batch, min(batch, m))
+    return [1] * m if batch is None else parts
 
 
 def parts_of(batch: int, m: int) -> list[int]:
