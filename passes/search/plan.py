@@ -25,7 +25,7 @@ from fxpipe.passes.search.climbs import Search
 from fxpipe.passes.search.judge import Found, Judge, SearchProblem
 from fxpipe.passes.search.lean import lean_search
 from fxpipe.passes.search.tables import table_of
-from fxpipe.passes.search.weighed import shorter_by_modes, shorter_named
+from fxpipe.passes.search.weighed import nearest_named, shorter_by_modes, shorter_named
 from fxpipe.passes.simulate import simulate
 from fxpipe.schedule import Schedule
 
@@ -35,6 +35,8 @@ NAMES = (NAME, ordered.NAME)  # of schedules whose order is left open
 LOOPS = (1, 2, 3, 4, 6)
 _MORE_LOOPS, _MOST_STAGES = 16, 64
 TIME_LIMIT_S = 30.0
+# Named schedules whose cuts and segments are sought besides, and for how long each.
+_NAMED, _NAMED_S = 3, 0.5
 
 
 def search(
@@ -76,9 +78,9 @@ def search(
         training_factor=training_factor,
         recompute=recompute,
         loops=loops,
-        table=table,
-        whole=all_whole(table) if table and table.split and schedule_name != GIVEN else None,
     )
+    if table is not None:
+        problem = _ordered(problem, table, schedule_name)
     _check(problem)
     n_workers = n_workers or usual_workers()
     run, found = lean_search(
@@ -96,6 +98,8 @@ def search(
         other = shorter_by_modes(problem, schedule_name, than_ms)
     if other is not None:
         plan = replace(other, schedule_name=schedule_name, bound_ms=run.bound_ms)
+    if table is None and recompute and lacking(problem, plan) <= 0:
+        plan = _as_named(problem, plan, seed, n_workers)
     if lacking(problem, plan) > 0:
         raise PlanError(_does_not_fit(problem, plan))
     if not orders:
@@ -110,6 +114,23 @@ def search(
         time_limit_s=time_limit_s / 2,
         n_workers=n_workers,
     )
+
+
+def _ordered(problem: SearchProblem, table: Schedule, schedule_name: str) -> SearchProblem:
+    """The same for the schedule of that name whose table is given."""
+    whole = all_whole(table) if table.split and schedule_name != GIVEN else None
+    return replace(problem, table=table, whole=whole)
+
+
+def _as_named(problem: SearchProblem, plan: Plan, seed: int, n_workers: int) -> Plan:
+    """The shortest of it and some named schedules, whose cuts and segments are sought for a bit."""
+    for table in nearest_named(problem, plan.estimate.step_ms)[:_NAMED]:
+        of_table = _ordered(problem, table, NAME)
+        run = Search(of_table, seed=seed, time_limit_s=_NAMED_S, n_workers=n_workers)
+        other = _plan(of_table, run.judge, run.run(), plan.schedule_name, inf)
+        if lacking(problem, other) <= 0 and other.estimate.step_ms < plan.estimate.step_ms:
+            plan = replace(other, bound_ms=plan.bound_ms)
+    return plan
 
 
 def chain_loops(n_devices: int) -> tuple[int, ...]:

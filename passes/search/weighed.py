@@ -21,8 +21,9 @@ _NEAR, _MOST_HELD = 0.2, 1.5
 # And need more than such a share of some device's memory, or the plan is so much longer than the
 # bound: else the search did well. Of the shortest, tables of so many actions in all.
 _SHORT, _FAR, _MOST_ACTIONS = 0.8, 0.1, 1500
-# Of how many blocks times stages cuts come soon: of more they take many seconds.
-_SOON = 20_000
+# Of how many blocks times stages cuts come soon: of more they take many seconds. And of how many a
+# search for half a second finds cuts and segments: of more it was never shorter than a plan.
+_SOON, _AT_ONCE = 20_000, 1000
 
 
 def shorter_named(problem: SearchProblem, than_ms: float, bound_ms: float) -> Plan | None:
@@ -36,6 +37,22 @@ def shorter_named(problem: SearchProblem, than_ms: float, bound_ms: float) -> Pl
         if plan is not None:
             shortest, than_ms = plan, plan.estimate.step_ms
     return shortest
+
+
+def nearest_named(problem: SearchProblem, than_ms: float) -> list[Schedule]:
+    """Tables of named schedules that a short search may make shorter, the nearest first.
+
+    These are of few stages and blocks, and near it on cuts of equal time if nothing is computed
+    again: of parts of stages little may have to be.
+    """
+    near = []
+    for name, table in named_tables(problem.chain, problem.n_devices, problem.n_microbatches):
+        step_ms = _on_equal_cuts(problem, table, CheckpointMode.NEVER).step_ms
+        few = len(problem.chain.blocks) * table.n_stages <= _AT_ONCE
+        asked = table.n_stages // problem.n_devices in problem.loops
+        if few and asked and step_ms < than_ms * (1 + _NEAR):
+            near.append((step_ms, name, table))
+    return [table for *_, table in sorted(near, key=lambda one: one[:2])]
 
 
 def _shorter_in(
