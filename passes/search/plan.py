@@ -240,7 +240,9 @@ def _remedies(problem: SearchProblem, schedule_name: str) -> Iterator[str]:
         yield "`--schedule auto`, with `--checkpoint auto`"
         return
     if problem.training_factor > 1 and fits(replace(again, training_factor=1.0)):
-        yield "an optimizer without states (`--optimizer sgd`)"
+        bare = not problem.chain.divides  # what it keeps of parameters is said with its costs
+        how = "`optimizer_bytes_per_parameter_byte` 1" if bare else "`--optimizer sgd`"
+        yield f"an optimizer without states ({how})"
     p, smallest = problem.n_devices, min(problem.capacity_bytes)
     for n_devices in (p + p // 2 + p % 2, 2 * p, 4 * p):
         more = replace(again, n_devices=n_devices, capacity_bytes=(smallest,) * n_devices)

@@ -411,8 +411,23 @@ def test_what_fits_nowhere_says_what_the_nearest_plan_lacks_and_what_would_help(
 
     with pytest.raises(PlanError, match=r"has 1 byte, .*: devices with more memory$"):
         searched(problem(chain, 2, 4, capacity=1))
-    with pytest.raises(PlanError, match=r"sgd`\), or 3 devices of 120.00 KiB, with `--check"):
+    with pytest.raises(PlanError, match=r"byte` 1\), or 3 devices of 120.00 KiB, with `--check"):
         searched(problem(chain, 2, 4, capacity=120 * KIB, recompute=True))
+
+
+@pytest.mark.parametrize(
+    ("divides", "how"),
+    [((), "`optimizer_bytes_per_parameter_byte` 1"), ((0,) * 8, "`--optimizer sgd`")],
+    ids=["of a bare chain", "of a model"],
+)
+def test_that_states_of_the_optimizer_are_too_much_is_said_as_it_can_be_asked(
+    divides: tuple[int, ...], how: str
+) -> None:
+    chain = plain([block(f"b{k}", saved=KIB, parameters=10 * KIB) for k in range(8)], 0)
+    asked = problem(replace(chain, divides=divides), 2, 4, capacity=120 * KIB)
+
+    with pytest.raises(PlanError, match=re.escape(f"an optimizer without states ({how})")):
+        searched(replace(asked, training_factor=3.0))
 
 
 def test_segments_that_touch_come_back_one_at_a_time_where_all_at_once_do_not_fit() -> None:
