@@ -36,6 +36,7 @@ PRIVATE = {
     "torch._dynamo.metrics_context": "capture/dynamo.py",
     "torch._dynamo.variables.constant.ConstantVariable.create": "capture/rules.py",
     "torch._dynamo.variables.tensor.TensorVariable.unpack_var_sequence": "capture/rules.py",
+    "torch._dynamo.variables.tensor.TensorVariable.method_requires_grad_": "capture/rules.py",
     "torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function": "capture/rules.py",
     "torch._dynamo.variables.tensor.TensorVariable.synchronize_attributes": "capture/rules.py",
     "torch._dynamo.output_graph.OutputGraph.current_tracer": "capture/rules.py",

@@ -124,6 +124,19 @@ class DetachesInPlace(Base):
         return torch.detach_(self.extra(y)) + y + h
 
 
+class AsksForGradients(Base):
+    """As hooks do where all before is frozen: reentrant checkpoints take no others."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.frozen.register_forward_hook(lambda module, args, made: made.requires_grad_(True))
+
+    def step(self, x):
+        h = self.frozen(x.detach())
+        return self.extra(h).relu() + h.requires_grad_()
+
+
 # Of a reentrant checkpoint in eval mode.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -138,6 +151,7 @@ KINDS = [
     Regards,
     WritesAList,
     DetachesInPlace,
+    AsksForGradients,
 ]
 
 

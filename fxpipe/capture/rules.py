@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from fxpipe.capture.causal import causal_masks_known
@@ -33,6 +34,7 @@ def more_rules() -> Iterator[None]:
     set_attribute = getattr(setter, name_of_rule)
     call = TorchInGraphFunctionVariable.call_function
     unpack = TensorVariable.unpack_var_sequence
+    requires = TensorVariable.method_requires_grad_
 
     @wraps(set_attribute)
     def setting(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
@@ -40,6 +42,14 @@ def more_rules() -> Iterator[None]:
         if obj.is_tensor() and _is(name, "requires_grad") and _is(value, True):
             return ConstantVariable.create(None)
         return set_attribute(self, tx, obj, name, value)
+
+    @wraps(requires)
+    def requiring(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        """`h.requires_grad_()` as well, which a hook calls for reentrant checkpoints."""
+        asks = requires_grad is True or _is(requires_grad, True)
+        if asks and not isinstance(self.as_proxy().node.meta["example_value"], nn.Parameter):
+            return self
+        return requires(self, tx, requires_grad)
 
     @wraps(call)
     def calling(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -79,6 +89,7 @@ def more_rules() -> Iterator[None]:
         _segments_opened(),
         patch("torch.jit.isinstance", _is_instance),
         patch.object(TensorVariable, "unpack_var_sequence", unpacking),
+        patch.object(TensorVariable, "method_requires_grad_", requiring),
         # Dynamo's own rule, which torch has since 2.13.
         patch.object(TensorVariable, "method_detach_", detaching, create=True),
         patch.object(setter, name_of_rule, setting),
