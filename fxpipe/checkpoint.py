@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from fxpipe.checkpoint_files import is_whole, refuse_loss, refuse_scattered, whole_metadata
 from fxpipe.errors import WeightsError
 from fxpipe.optimizer_state import (
     give_state,
@@ -33,14 +34,12 @@ from fxpipe.optimizer_state import (
     settings_to_load,
     state_to_load,
 )
-from fxpipe.outputs import filled_for, is_free, standing, whole_folder
+from fxpipe.outputs import filled_for, standing, whole_folder
 from fxpipe.runtime.distributed.pipeline import DistributedPipeline
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.splicing import spliced_into
 from fxpipe.runtime.weights import check as weights
 from fxpipe.runtime.weights.original import Original, is_added
-
-_LAST_WRITTEN = ".metadata"  # by torch, once all else is there
 
 
 def save(
@@ -52,8 +51,8 @@ def save(
     """Write weights, buffers, the optimizer's state and `extra` into the folder `path`.
 
     All ranks of a pipeline over processes call it together, on a file system that they share;
-    `extra` is the first one's. What stood there stays until the new one is whole. Raises
-    WeightsError, alike on all.
+    `extra` is the first one's. A checkpoint that stood there stays until the new one is whole;
+    anything else there is refused, for it would be lost. Raises WeightsError, alike on all.
     """
     ranks = _begin(pipe, "checkpoint.save")
     state: dict[str, Any] = {}
@@ -73,26 +72,28 @@ def save(
 
 
 def exists(path: str | Path) -> bool:
-    """Whether `load` would find a checkpoint at `path`, one that `save` has finished."""
-    return (standing(Path(path)) / _LAST_WRITTEN).is_file()
+    """Whether `load` would find a checkpoint at `path`, one that `save` has finished.
+
+    It reads what the checkpoint says of its files, not the files.
+    """
+    return is_whole(standing(Path(path)))
 
 
 def load(path: str | Path, pipe: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Load what `save` wrote into `pipe` and `optimizer`, in place; gives `extra` back.
 
-    Nothing is loaded unless all keys and shapes fit, and the optimizer is of the kind that was
-    saved, with parameters grouped as they were. Raises WeightsError, alike on all ranks.
+    Nothing is loaded unless all files are there whole, all keys and shapes fit, and the optimizer
+    is of the kind that was saved, with parameters grouped as they were. Raises WeightsError, alike
+    on all ranks.
     """
     ranks = _begin(pipe, "checkpoint.load")
     model, added = _divided(pipe.state_dict())
     wanted: dict[str, Any] = {"model": model, "extra": None}
-    reader = FileSystemReader(standing(Path(path)))
+    folder = standing(Path(path))
+    reader = FileSystemReader(folder)
 
     def prepare() -> None:
-        try:
-            metadata = reader.read_metadata()
-        except OSError as error:
-            raise WeightsError(f"it is no whole checkpoint: {error}") from error
+        metadata = whole_metadata(folder)
         _check(metadata, model, str(path))
         if "added" in metadata.state_dict_metadata:
             wanted["added"] = None
@@ -160,11 +161,11 @@ def _write(path: Path, state: dict[str, Any], ranks: Ranks | None) -> None:
     with ExitStack() as placing:
 
         def make_room() -> None:
-            _refuse_other(path)
+            refuse_loss(path)
             placing.enter_context(whole_folder(path))
 
         def put_in_place() -> None:
-            _refuse_scattered(filled)
+            refuse_scattered(filled)
             placing.close()
 
         _by_first(ranks, what, make_room)
@@ -209,24 +210,6 @@ def _agree(ranks: Ranks | None, what: str, run: Callable[[], None]) -> None:
     for each in problems:
         if each is not None:
             raise WeightsError(f"{what}: {each}")
-
-
-def _refuse_other(folder: Path) -> None:
-    """Raise WeightsError if something else than a checkpoint is there: it would be replaced."""
-    if not is_free(folder) and not exists(folder):
-        raise WeightsError("what is there is no whole checkpoint: move it, or save elsewhere")
-
-
-def _refuse_scattered(folder: Path) -> None:
-    """Raise WeightsError unless all files that ranks wrote are here."""
-    stored = FileSystemReader(folder).read_metadata().storage_data
-    names = {place.relative_path for place in stored.values()}
-    missing = sorted(names - {path.name for path in folder.iterdir()})
-    if missing:
-        raise WeightsError(
-            f"{', '.join(missing[:8])} is not where rank 0 looks: all ranks write into one folder, "
-            "on a file system that they share"
-        )
 
 
 def _divided(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,6 +1,7 @@
 """A checkpoint in one process: what is loaded goes on as what was saved would have."""
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import WeightsError
+from fxpipe.outputs import standing
 from fxpipe.runtime import load
 
 DYING = Path(__file__).with_name("dying.py")
@@ -158,6 +160,33 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
     assert fxpipe.checkpoint.exists(tmp_path / "empty")
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_other_files_in_its_folder_are_named_and_not_lost(tmp_path, killed):
+    _, pipe = toys.both(tmp_path, toys.CHAIN)
+    path = tmp_path / "last"
+    fxpipe.checkpoint.save(path, pipe, extra=1)
+    fxpipe.checkpoint.save(path / "best", pipe)
+    (path / "notes.txt").write_text("mine")
+    if killed:  # between the old one's going and the new one's coming
+        path.rename(tmp_path / ".last.before")
+    with pytest.raises(WeightsError, match=r"holds best, notes\.txt, which would be lost: move"):
+        fxpipe.checkpoint.save(path, pipe, extra=2)
+    folder = standing(path)
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert fxpipe.checkpoint.exists(folder / "best")
+    assert fxpipe.checkpoint.load(path, pipe) == 1
+
+
+def test_what_more_ranks_wrote_is_the_checkpoints_own_and_goes(tmp_path):
+    _, pipe = toys.both(tmp_path, toys.CHAIN)
+    path = tmp_path / "last"
+    fxpipe.checkpoint.save(path, pipe)
+    for name in ("__0_1.distcp", "__12_0.distcp"):
+        (path / name).write_bytes(b"")
+    fxpipe.checkpoint.save(path, pipe)
+    assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp"]
+
+
 def test_what_is_not_whole_or_does_not_fit_loads_nothing(tmp_path):
     _, pipe = toys.both(tmp_path, toys.CHAIN)
     path = tmp_path / "last"
@@ -174,11 +203,47 @@ def test_what_is_not_whole_or_does_not_fit_loads_nothing(tmp_path):
         fxpipe.checkpoint.load(path, nn.ModuleDict({"first": nn.Linear(3, 7)}))
 
 
-def test_a_file_that_was_cut_off_is_told_in_a_line(tmp_path):
+def halved(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+HARM = {
+    ".metadata cut off": (".metadata", halved, r"\.metadata is damaged \(UnpicklingError"),
+    ".metadata empty": (".metadata", lambda _: b"", r"\.metadata is damaged \(EOFError"),
+    ".metadata of zeros": (".metadata", lambda c: bytes(len(c)), r"\.metadata is damaged"),
+    ".metadata of another": (".metadata", lambda _: pickle.dumps({}), r"\.metadata is damaged"),
+    "data cut off": ("__0_0.distcp", halved, r"__0_0\.distcp is cut off: it has \d+ bytes of \d+"),
+    "data gone": ("__0_0.distcp", None, r"__0_0\.distcp can't be read \(No such file"),
+}
+
+
+@pytest.mark.parametrize("case", HARM)
+def test_a_damaged_file_is_told_before_anything_is_loaded_and_is_not_replaced(tmp_path, case):
+    name, harm, says = HARM[case]
+    _, pipe = toys.both(tmp_path, toys.CHAIN)
+    path = tmp_path / "last"
+    fxpipe.checkpoint.save(path, pipe)
+    for parameter in pipe.parameters():
+        parameter.data.zero_()
+    if harm is None:
+        (path / name).unlink()
+    else:
+        (path / name).write_bytes(harm((path / name).read_bytes()))
+    assert not fxpipe.checkpoint.exists(path)
+    with pytest.raises(WeightsError, match=f"is no whole checkpoint: {says}") as error:
+        fxpipe.checkpoint.load(path, pipe)
+    assert "Traceback" not in str(error.value)
+    assert "or load another" in str(error.value)
+    assert not any(parameter.any() for parameter in pipe.parameters())
+    with pytest.raises(WeightsError, match="no whole checkpoint: move it, or save elsewhere"):
+        fxpipe.checkpoint.save(path, pipe)
+
+
+def test_what_only_reading_shows_to_be_damaged_is_told_in_a_line(tmp_path):
     _, pipe = toys.both(tmp_path, toys.CHAIN)
     fxpipe.checkpoint.save(tmp_path / "last", pipe)
     (file,) = (tmp_path / "last").glob("*.distcp")
-    file.write_bytes(file.read_bytes()[:600])
+    file.write_bytes(file.read_bytes()[:600] + bytes(file.stat().st_size - 600))
     with pytest.raises(WeightsError, match="may be its own now: ") as error:
         fxpipe.checkpoint.load(tmp_path / "last", pipe)
     assert "Traceback" not in str(error.value)
