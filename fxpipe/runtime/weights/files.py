@@ -22,8 +22,9 @@ _INDEX = ".safetensors.index.json"
 class WeightFiles:
     """The tensors of the files at `path` by key. Files are opened when one of theirs is wanted.
 
-    `path` is a .safetensors file, an index, or a folder with an index or with .safetensors files.
-    Raises WeightsError if it is neither, or a file can't be read.
+    `path` is a .safetensors file, an index, or a folder with an index or with .safetensors files;
+    model.safetensors goes before an index that does not name it. Raises WeightsError if it is
+    none of these, or a file can't be read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -63,11 +64,22 @@ class WeightFiles:
             if len(indexes) > 1:
                 raise WeightsError(f"{path} has {len(indexes)} indexes: give one of them by name")
             if indexes:
-                return _read_index(indexes[0])
+                return self._read_newer(indexes[0])
             return self._read_headers(sorted(path.glob("*.safetensors")), path)
         if path.name.endswith(_INDEX):
             return _read_index(path)
         return self._read_headers([path], path)
+
+    def _read_newer(self, index: Path) -> Mapping[str, Path]:
+        """Of an index's shards and a file of all that stands beside them, what was written last.
+
+        That is the file: who writes shards removes it. transformers takes it as well.
+        """
+        located = _read_index(index)
+        whole = index.with_name(index.name.removesuffix(".index.json"))
+        if whole.exists() and whole not in located.values():
+            return self._read_headers([whole], whole)
+        return located
 
     def _read_headers(self, files: Collection[Path], path: Path) -> dict[str, Path]:
         if not files:

@@ -61,6 +61,16 @@ def test_shards_with_their_index(tmp_path, path):
     assert equal(pipe, state)
 
 
+def test_an_index_may_name_a_file_that_is_called_as_one_without_an_index(tmp_path):
+    model, pipe = both(tmp_path, NORMED)
+    state = changed(model)
+    index = write_shards(tmp_path / "trained", state) / "model.safetensors.index.json"
+    (tmp_path / "trained/a.safetensors").rename(tmp_path / "trained/model.safetensors")
+    index.write_text(index.read_text().replace("a.safetensors", "model.safetensors"))
+    pipe.load_weights(tmp_path / "trained")
+    assert equal(pipe, state)
+
+
 def test_files_side_by_side(tmp_path):
     model, pipe = both(tmp_path, NORMED)
     state = changed(model)

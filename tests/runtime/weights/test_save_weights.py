@@ -101,6 +101,23 @@ def test_what_was_there_is_replaced_and_other_files_stay(tmp_path):
     assert (folder / "config.json").read_text() == "{}"
 
 
+def test_what_was_saved_last_is_loaded_though_shards_of_before_stand_beside_it(tmp_path):
+    model, pipe = both(tmp_path, CHAIN)
+    pipe.save_weights(tmp_path / "trained", SMALL)
+    shards = names(tmp_path / "trained")
+    with torch.no_grad():
+        pipe.first.bias.zero_()
+    pipe.save_weights(tmp_path / "trained" / "model.safetensors")
+    assert names(tmp_path / "trained") == sorted([*shards, "model.safetensors"])
+    pipe.load_state_dict(model.state_dict())
+    pipe.load_weights(tmp_path / "trained")
+    assert not pipe.first.bias.any()
+    pipe.load_weights(tmp_path / "trained" / "model.safetensors.index.json")
+    assert same(pipe.state_dict(), model.state_dict())
+    pipe.save_weights(tmp_path / "trained", SMALL)
+    assert names(tmp_path / "trained") == shards
+
+
 @pytest.mark.parametrize("path", ["trained", "trained/model.safetensors"])
 def test_one_that_fails_leaves_what_was_there(tmp_path, monkeypatch, path):
     model, pipe = both(tmp_path, CHAIN)
