@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fxpipe.errors import FxpipeError, PackageError
 from fxpipe.runtime.imports import module_of, package_of
 from fxpipe.runtime.manifest import Manifest, StageSpec
+from fxpipe.runtime.saved_buffers import saved_buffers
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.stream import Device, place
 from fxpipe.schedule import Schedule
@@ -47,7 +48,11 @@ def read_files(
     broken: list[str] = []
     table = _schedule(folder, manifest, broken)
     stages = _stages(folder, manifest, lanes, broken, rank)
-    buffers = _buffers(folder, manifest, broken)
+    # What is as it was written has all that it needs; of edited code nobody knows what it makes.
+    changed = _is_edited(folder, manifest, "buffers.pt")
+    edited = _edited(folder, manifest)
+    whole = [stage for stage in stages if changed and stage.spec.file not in edited]
+    buffers = saved_buffers(folder, manifest, whole, broken)
     broken[:0] = _port_rules(manifest)
     if broken:
         raise PackageError(
@@ -181,13 +186,8 @@ def _as_edited(folder: Path, manifest: Manifest) -> Iterator[StageSpec]:
 
     What it reads and makes may have gradients now that had none.
     """
-
-    def is_edited(name: str) -> bool:
-        written = manifest.files.get(name)
-        return written is not None and _digest(folder / name) != written[:_DIGITS]
-
-    shared = is_edited("blocks.py") or is_edited("functions.py")
-    edited = [spec for spec in manifest.stages if shared or is_edited(spec.file)]
+    files = _edited(folder, manifest)
+    edited = [spec for spec in manifest.stages if spec.file in files]
     read = {(port.source, port.value) for spec in edited for port in spec.inputs}
     for j, spec in enumerate(manifest.stages):
         outputs = []
@@ -198,6 +198,18 @@ def _as_edited(folder: Path, manifest: Manifest) -> Iterator[StageSpec]:
             detached = output.detached and spec not in edited and (j, output.value) not in read
             outputs.append(replace(output, spec=made, detached=detached))
         yield replace(spec, outputs=tuple(outputs))
+
+
+def _edited(folder: Path, manifest: Manifest) -> set[str]:
+    """The files of stages whose code was edited, there or in what they share."""
+    shared = any(_is_edited(folder, manifest, name) for name in ("blocks.py", "functions.py"))
+    files = {spec.file for spec in manifest.stages}
+    return {name for name in files if shared or _is_edited(folder, manifest, name)}
+
+
+def _is_edited(folder: Path, manifest: Manifest, name: str) -> bool:
+    written = manifest.files.get(name)
+    return written is not None and _digest(folder / name) != written[:_DIGITS]
 
 
 def _module(folder: Path, package: str, spec: StageSpec, broken: list[str]) -> nn.Module | None:
@@ -249,26 +261,3 @@ def _state_rules(manifest: Manifest, spec: StageSpec, module: nn.Module) -> Iter
                 yield f"{spec.file}: {kind} {name!r} is not trained, plan.json says it is"
     for name in sorted(set(spec.mutated_buffers) - set(spec.buffers)):
         yield f"plan.json: {spec.file} writes buffer {name!r}, which it does not hold"
-
-
-def _buffers(folder: Path, manifest: Manifest, broken: list[str]) -> dict[str, Tensor]:
-    """The saved values in buffers.pt, if there are some."""
-    if not (folder / "buffers.pt").exists():
-        return {}
-    try:
-        values: dict[str, Tensor] = torch.load(
-            folder / "buffers.pt", map_location="cpu", weights_only=True
-        )
-    except Exception as error:
-        broken.append(f"buffers.pt can't be read: {error}")
-        return {}
-    shapes = {state.name: state.spec.sizes({}) for state in manifest.state}
-    for name, value in values.items():
-        if name not in shapes:
-            broken.append(f"buffers.pt has {name!r}, which plan.json does not list")
-        elif tuple(value.shape) != shapes[name]:
-            broken.append(
-                f"buffers.pt: {name!r} has shape {tuple(value.shape)}, plan.json says "
-                f"{shapes[name]}"
-            )
-    return values

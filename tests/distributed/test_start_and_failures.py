@@ -1,9 +1,11 @@
 """Ranks that don't fit each other don't start; where one fails, all say which, and end."""
 
+import json
 import sys
 
 import jobs
 import pytest
+import torch
 import toys
 
 from fxpipe.errors import InputError
@@ -73,6 +75,21 @@ def test_a_file_missing_on_one_rank_is_refused_by_all(two, tmp_path):
     assert error == other
     assert "rank 1: " in error
     assert "stage_1.py is missing" in error
+
+
+def test_the_buffers_values_missing_on_one_rank_are_refused_by_all(two, tmp_path):
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        toys.write(folder, toys.NORMED)
+        plan = json.loads((folder / "plan.json").read_text())
+        (folder / "plan.json").write_text(json.dumps({**plan, "files": {"buffers.pt": "hash"}}))
+    torch.save({"bn.running_mean": torch.zeros(8)}, folders[0] / "buffers.pt")
+    (error, other) = two.run(jobs.refused_folder, folders)
+    assert error == other
+    assert "rank 1: " in error
+    assert "buffers.pt is missing" in error
+    assert "rank 0: " not in error
 
 
 def test_backends_that_differ_are_refused_with_both_values(two, tmp_path):
