@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fxpipe.errors import PackageError
-from fxpipe.outputs import why_no_place
+from fxpipe.outputs import real, why_no_place
 from fxpipe.runtime.manifest import Manifest
 
 _PLAN = "plan.json"
@@ -31,7 +31,10 @@ def sealed(manifest: Manifest, folder: Path) -> Manifest:
 
 
 def edits(folder: str | Path) -> Edits:
-    """What was changed by hand in the package in `folder`. Raises PackageError if it is none."""
+    """What was changed by hand in the package in `folder`.
+
+    Raises PackageError if it is none, or a file of it can't be read.
+    """
     folder = Path(folder)
     try:
         plan = (folder / _PLAN).read_text(encoding="utf-8")
@@ -39,7 +42,13 @@ def edits(folder: str | Path) -> Edits:
         raise PackageError(f"{folder} is no package of fxpipe: its {_PLAN}: {error}") from error
     written = _hashes(folder, plan)
     found = set(_files(folder))
-    now = {name: _hash_of_file(folder / name) for name in found & set(written)}
+    try:
+        now = {name: _hash_of_file(folder / name) for name in sorted(found & set(written))}
+    except OSError as error:
+        raise PackageError(
+            f"{error.filename} can't be read ({error.strerror}), so nobody knows whether it was "
+            "edited: put the file there that was written, or remove what is in its place"
+        ) from error
     if _PLAN in written:
         now[_PLAN] = _hash_of_plan(plan)
     return Edits(
@@ -75,7 +84,7 @@ def refuse_loss(path: str | Path) -> None:
         )
     if not path.exists():
         return
-    if path.resolve() == Path.cwd():
+    if real(path) == Path.cwd():
         raise PackageError(f"{path} is the current folder, which would be replaced: name another")
     if not path.is_dir():
         raise PackageError(f"{path} exists and is no folder: choose another output folder")

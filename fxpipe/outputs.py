@@ -16,7 +16,12 @@ except ImportError:  # on Windows
 
 def why_no_place(path: Path) -> str | None:
     """Why there can't be anything new at `path`, if there can't; folders above it are made."""
-    above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
+    try:
+        path.exists()
+    except OSError as error:  # of a name that is too long
+        return error.strerror
+    places = (path.absolute(), *path.absolute().parents)
+    above = next(folder for folder in places[1:] or places if os.path.lexists(folder))
     if not above.is_dir():
         return f"{above} is no folder"
     return None if os.access(above, os.W_OK) else f"{above} may not be written to"
@@ -24,7 +29,7 @@ def why_no_place(path: Path) -> str | None:
 
 def check_file(path: Path) -> None:
     """Raise InputError if no file can be written at `path`."""
-    why = "it is a folder: name a file in it" if path.is_dir() else None
+    why = "it is a folder: name a file in it" if os.path.isdir(path) else None
     if why is None and not _is_device(path):
         why = why_no_place(path)
     if why is not None:
@@ -36,12 +41,12 @@ def whole_file(path: Path) -> Iterator[Path]:
     """A file for the block to write, which then takes the place of `path`. Raises InputError."""
     check_file(path)
     # It ends as `path` does, which tells some writers what to write.
-    writing = path if _is_device(path) else _beside(path.resolve(), f"writing{path.suffix}")
+    writing = path if _is_device(path) else _beside(real(path), f"writing{path.suffix}")
     try:
         writing.parent.mkdir(parents=True, exist_ok=True)
         yield writing
         if writing != path:
-            writing.replace(path.resolve())
+            writing.replace(real(path))
     except OSError as error:
         raise InputError(f"{path} can't be written: {error.strerror or error}") from error
     finally:
@@ -58,7 +63,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     the folder.
     """
     filled = filled_for(path)
-    path = path.resolve()
+    path = real(path)
     above = filled.parent
     above.mkdir(parents=True, exist_ok=True)
     with ExitStack() as filling:
@@ -112,24 +117,29 @@ def _locked(folder: Path, wait: bool = True) -> Iterator[None]:
         os.close(descriptor)
 
 
+def real(path: Path) -> Path:
+    """Where `path` leads, links followed; one that leads to itself is left as it is."""
+    return Path(os.path.realpath(path))
+
+
 def filled_for(path: Path) -> Path:
     """The folder that is filled before it takes the place of `path`."""
-    return _beside(path.resolve(), "writing")
+    return _beside(real(path), "writing")
 
 
 def standing(path: Path) -> Path:
     """Where the folder `path` is: beside its place if a process died as it put a new one there."""
     before = _before(path)
-    return before if before.exists() and is_free(path) else path
+    return before if os.path.exists(before) and is_free(path) else path
 
 
 def is_free(path: Path) -> bool:
     """Whether nothing is there that would be lost: nothing at all, or an empty folder."""
-    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    return not os.path.exists(path) or (path.is_dir() and not any(path.iterdir()))
 
 
 def _before(path: Path) -> Path:
-    return _beside(path.resolve(), "before")
+    return _beside(real(path), "before")
 
 
 def _tidy(path: Path) -> None:
@@ -142,9 +152,9 @@ def _tidy(path: Path) -> None:
 
 def _beside(path: Path, what: str) -> Path:
     """Where something is for a while that is to come to `path`, or stood there."""
-    return path.with_name(f".{path.name}.{what}")
+    return path.parent / f".{path.name}.{what}"
 
 
 def _is_device(path: Path) -> bool:
     """Whether it is one such as /dev/stdout, which is written to and not replaced."""
-    return path.exists() and not path.is_file() and not path.is_dir()
+    return os.path.exists(path) and not path.is_file() and not path.is_dir()

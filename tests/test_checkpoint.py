@@ -155,6 +155,8 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
         with pytest.raises(WeightsError, match="no whole checkpoint: move it, or save elsewhere"):
             fxpipe.checkpoint.save(path, pipe)
     assert (tmp_path / "plan.json").is_file()
+    with pytest.raises(WeightsError, match="no whole checkpoint: move it, or save elsewhere"):
+        fxpipe.checkpoint.save("/", pipe)
     (tmp_path / "empty").mkdir()
     fxpipe.checkpoint.save(tmp_path / "empty", pipe)
     assert fxpipe.checkpoint.exists(tmp_path / "empty")
@@ -201,6 +203,18 @@ def test_what_is_not_whole_or_does_not_fit_loads_nothing(tmp_path):
         fxpipe.checkpoint.load(tmp_path / "half", pipe)
     with pytest.raises(WeightsError, match=r"first\.weight: expected"):
         fxpipe.checkpoint.load(path, nn.ModuleDict({"first": nn.Linear(3, 7)}))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "loop/last", "loop"])
+def test_a_place_that_can_hold_no_checkpoint_is_told(tmp_path, name):
+    (tmp_path / "loop").symlink_to("loop")
+    _, pipe = toys.both(tmp_path, toys.CHAIN)
+    path = tmp_path / name
+    assert not fxpipe.checkpoint.exists(path)
+    with pytest.raises(WeightsError, match="can't be written: "):
+        fxpipe.checkpoint.save(path, pipe)
+    with pytest.raises(WeightsError, match="is no whole checkpoint"):
+        fxpipe.checkpoint.load(path, pipe)
 
 
 def halved(content: bytes) -> bytes:

@@ -119,6 +119,28 @@ def test_the_current_folder_is_not_replaced(norms, tmp_path, monkeypatch):
         norms.write(".")
 
 
+def test_a_file_that_cannot_be_read_is_told_and_never_lost(norms, out):
+    (out / "stage_0.py").unlink()
+    (out / "stage_0.py").symlink_to("nowhere.py")
+    for look in (edits, norms.write):
+        with pytest.raises(PackageError, match=r"stage_0\.py can't be read \(No such file"):
+            look(out)
+    assert (out / "stage_0.py").is_symlink()
+
+
+def test_a_place_that_no_package_can_have_is_refused(norms, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    for path, why in (
+        ("/", "exists and is no fxpipe package"),
+        (tmp_path / ("x" * 300), "can't be written: File name too long"),
+        (tmp_path / ("x" * 250), "can't be written: File name too long"),
+        (tmp_path / "loop", "is a link to loop"),
+        (tmp_path / "loop" / "out", "loop is no folder"),
+    ):
+        with pytest.raises(PackageError, match=why):
+            norms.write(path)
+
+
 def test_a_folder_that_is_no_package(tmp_path):
     with pytest.raises(PackageError, match="no package of fxpipe"):
         edits(tmp_path)

@@ -54,6 +54,7 @@ def test_a_place_that_can_hold_no_file_is_refused(tmp_path):
     for path, why in (
         (tmp_path, "it is a folder: name a file in it"),
         (tmp_path / "afile" / "sub" / "costs.json", "afile is no folder"),
+        (tmp_path / ("x" * 300), "File name too long"),
     ):
         refused = pytest.raises(InputError, match=f"{path} can't be written: .*{why}")
         with refused, whole_file(path):

@@ -141,6 +141,7 @@ def compile_command(
         from fxpipe.costs.profile_file import check_profile_file, costs_of, is_analytic
         from fxpipe.costs.profile_file import save_profile as write_profile
         from fxpipe.edits import Edits, refuse_loss
+        from fxpipe.outputs import real
         from fxpipe.runtime.device_names import parse_devices
         from fxpipe.schedule import Schedule
         from fxpipe.settings import usual_microbatches
@@ -154,7 +155,7 @@ def compile_command(
         refuse_loss(out)
         if save_profile is not None:
             check_profile_file(save_profile)
-            if save_profile.resolve().is_relative_to(out.resolve()):
+            if real(save_profile).is_relative_to(real(out)):
                 raise InputError(
                     f"{save_profile} lies in the package {out}, which has its own files alone: "
                     "save the profile elsewhere"

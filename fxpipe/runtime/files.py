@@ -106,6 +106,11 @@ def _text(folder: Path, file: str) -> str:
             f"{folder} is no package of fxpipe: its {file} can't be read ({error.strerror}). Give "
             "the folder that fxpipe compile wrote"
         ) from error
+    except UnicodeDecodeError as error:
+        raise PackageError(
+            f"{folder / file} is no text in UTF-8 ({error.reason} at byte {error.start}): save it "
+            "as UTF-8"
+        ) from error
 
 
 def _schedule(folder: Path, manifest: Manifest, broken: list[str]) -> Schedule:

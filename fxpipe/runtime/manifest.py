@@ -33,6 +33,10 @@ class TensorSpec:
     dtype: str
     requires_grad: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"{self.dtype!r}: give a dtype of torch, such as 'float32'")
+
     def sizes(self, values: Mapping[str, int]) -> tuple[int, ...]:
         """The shape where the named sizes have these values."""
         return tuple(dim if isinstance(dim, int) else size(dim, values) for dim in self.shape)

@@ -1,5 +1,6 @@
 """A package on disk becomes a pipeline, after a check of all that must fit together."""
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
@@ -64,7 +65,7 @@ def load(
         raise InputError(
             "outputs, dp, timeout_s and fully_shard are for distributed=True, under torchrun"
         )
-    folder = Path(path).resolve()
+    folder = Path(os.path.realpath(path))
     manifest = read_plan(folder)
     lanes = _devices(manifest, devices)
     files = read_files(folder, manifest, lanes)
@@ -87,7 +88,7 @@ def read(path: str | Path) -> Manifest:
 
     Raises PackageError, with every rule that its files break.
     """
-    folder = Path(path).resolve()
+    folder = Path(os.path.realpath(path))
     manifest = read_plan(folder)
     with torch.device("meta"):
         read_files(folder, manifest, [torch.device("meta")] * len(manifest.devices))

@@ -38,7 +38,10 @@ def read(kind: Any, data: Any, where: str) -> Any:
             told = [f"{what} fields {sorted(names)}" for what, names in found.items() if names]
             raise PackageError(f"{where}: {', '.join(told)}")
         values = {name: read(fields[name], data[name], f"{where}: {name}") for name in fields}
-        return typing.cast(Any, kind)(**values)
+        try:
+            return typing.cast(Any, kind)(**values)
+        except ValueError as error:
+            raise PackageError(f"{where}: {error}") from error
     if origin is tuple:
         if isinstance(data, list):
             return tuple(read(args[0], item, f"{where}[{k}]") for k, item in enumerate(data))

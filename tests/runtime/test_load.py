@@ -92,6 +92,10 @@ BROKEN = {
         lambda d: _plan(d, lambda p: p["state"][1].update(alias_of="z")),
         "'first.bias' is tied to 'z', which is not in state",
     ),
+    "a schedule in another encoding": (
+        lambda d: (d / "schedule.csv").write_text((d / "schedule.csv").read_text(), "utf-16"),
+        "schedule.csv is no text in UTF-8 (invalid start byte at byte 0): save it as UTF-8",
+    ),
     "a buffer of another shape": (
         lambda d: torch.save({"first.bias": torch.zeros(2)}, d / "buffers.pt"),
         "buffers.pt: 'first.bias' has shape (2,), plan.json says (7,)",
@@ -124,6 +128,18 @@ def test_a_folder_that_is_no_package(tmp_path):
         load(tmp_path)
 
 
+def test_a_plan_in_another_encoding(tmp_path):
+    (tmp_path / "plan.json").write_text("{}", "utf-16")
+    with pytest.raises(PackageError, match=r"plan\.json is no text in UTF-8"):
+        load(tmp_path)
+
+
+def test_a_link_that_leads_to_itself(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(PackageError, match=r"loop is no package of fxpipe: its plan\.json can't"):
+        load(tmp_path / "loop")
+
+
 @pytest.mark.parametrize("other", [{}, None, "x", -1])
 @pytest.mark.parametrize("field", ["stages", "devices", "outputs"])
 def test_a_plan_with_something_else_in_the_place_of_a_list(tmp_path, field, other):
@@ -135,6 +151,13 @@ def test_a_plan_with_something_else_in_the_place_of_a_list(tmp_path, field, othe
 def test_a_plan_without_a_field_is_told_which(tmp_path):
     _plan(write(tmp_path, CHAIN), lambda p: p.pop("solver"))
     with pytest.raises(PackageError, match=r"missing fields \['solver'\]$"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("other", ["float32x", "nn"])
+def test_a_plan_with_a_dtype_that_torch_does_not_have(tmp_path, other):
+    _plan(write(tmp_path, CHAIN), lambda p: p["state"][1]["spec"].update(dtype=other))
+    with pytest.raises(PackageError, match=rf"state\[1\]: spec: '{other}': give a dtype of torch"):
         load(tmp_path)
 
 

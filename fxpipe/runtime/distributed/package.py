@@ -1,5 +1,6 @@
 """A process's part of a package on disk; all ranks refuse what one can't load or has otherwise."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -32,7 +33,7 @@ def load_rank(
 ) -> DistributedPipeline:
     """What `load(path, distributed=True)` gives. Raises what it raises, alike on all ranks."""
     ranks = Ranks(dp, timeout_s)
-    folder = path.resolve()
+    folder = Path(os.path.realpath(path))
     problem = None
     facts: dict[str, object] = {
         "torch": str(torch.__version__),

@@ -8,6 +8,7 @@ There neighbours alone talk: values for later stages than the next go from stage
 are given beforehand, so that no forward runs to find them: batch norm would count it.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -124,7 +125,7 @@ def to_torch_pipelining(
             "torch.distributed.pipelining runs in processes that know each other: start with "
             "torchrun and call torch.distributed.init_process_group() first"
         )
-    folder = Path(path).resolve()
+    folder = Path(os.path.realpath(path))
     facts = {"torch": torch.__version__, "sizes": repr(sizes), "dtype": repr(dtype)}
     planned, files = _agreed(folder, device, group, facts)
     manifest, stages = relayed(planned, files.stages, inputs_to_end=True)
