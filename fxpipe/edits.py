@@ -61,7 +61,10 @@ def edits(folder: str | Path) -> Edits:
 def _hashes(folder: Path, plan: str) -> dict[str, str]:
     """What a plan.json says that was written, whichever fxpipe wrote it."""
     try:
-        return dict(json.loads(plan)["files"])
+        data = json.loads(plan)
+        # Other tools have a plan.json too: ours says which version wrote it.
+        _version, files = data["fxpipe"], data["files"]
+        return dict(files)
     except (ValueError, TypeError, KeyError) as error:
         raise PackageError(
             f"{folder / _PLAN} does not say which files are fxpipe's: choose another output "

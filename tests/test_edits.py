@@ -88,6 +88,16 @@ def test_what_another_version_wrote_is_replaced_if_unedited(norms, out):
         norms.write(out)
 
 
+@pytest.mark.parametrize("files", [{}, {"a.txt": "1"}])
+def test_another_tools_plan_is_none_of_ours(norms, tmp_path, files):
+    text = json.dumps({"files": files, "format": "1.2", "steps": ["mine"]})
+    (tmp_path / "plan.json").write_text(text)
+    for look in (edits, norms.write):
+        with pytest.raises(PackageError, match=r"plan.json does not say which files are fxpipe's"):
+            look(tmp_path)
+    assert (tmp_path / "plan.json").read_text() == text
+
+
 def test_an_edited_file_that_was_moved_away_is_in_nobodys_way(norms, out):
     append(out / "stage_0.py")
     (out / "stage_0.py").rename(out.parent / "mine.py")
