@@ -936,6 +936,20 @@ def weights_refused(folder: Path, path: Path) -> list[str]:
     return found
 
 
+def weights_of_its_own(folder: Path, paths: Sequence[Path]) -> tuple[str, bool]:
+    """What loading says where each rank has a file of its own, and whether its weights changed."""
+    model, pipe = pair(folder, toys.TIED)
+    found = "loaded"
+    try:
+        pipe.load_weights(paths[torch.distributed.get_rank()])
+    except WeightsError as error:
+        found = str(error)
+    plain = model.state_dict()
+    changed = any(not torch.equal(t, plain[name]) for name, t in pipe.state_dict().items())
+    pipe.step(*toys.TIED.inputs(), loss_fn=toys.mean_loss)
+    return found, changed
+
+
 def weights_not_saved(folder: Path, path: Path) -> str:
     """The error where rank 1's disk is full; the next step goes on."""
     _, pipe = pair(folder, toys.TIED)

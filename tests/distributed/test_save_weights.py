@@ -65,3 +65,19 @@ def test_all_ranks_refuse_weights_that_do_not_fit_one(two, tmp_path):
     assert "2 missing: mid.weight, mid.bias" in gone
     assert "1 missing: mid.weight" in missing
     assert "1 of another shape: mid.bias: expected [6], found [3]" in misshapen
+
+
+def test_where_one_rank_can_not_read_weights_no_rank_loads_any(two, tmp_path):
+    toys.write(tmp_path, toys.TIED, 3, devices=(0, 1, 0))
+    state = {name: tensor.contiguous() for name, tensor in toys.TIED.model().state_dict().items()}
+    state.pop("head.weight")
+    whole, cut, gone = (tmp_path / f"{name}.safetensors" for name in ("whole", "cut", "gone"))
+    save_file(state, whole)
+    cut.write_bytes(whole.read_bytes()[:-8])
+    for bad, why in ((cut, "can't be read as safetensors"), (gone, "No such file")):
+        (error, *its), other = two.run(jobs.weights_of_its_own, tmp_path, [whole, bad])
+        assert other == (error, *its)
+        assert error.startswith(f"weights were loaded on no rank:\nrank 1: {bad}")
+        assert why in error
+        assert its == [False]
+    assert two.run(jobs.weights_of_its_own, tmp_path, [whole, whole]) == [("loaded", True)] * 2

@@ -7,6 +7,7 @@ import jobs
 import pytest
 import torch
 import toys
+from safetensors.torch import save_file
 
 from fxpipe.errors import InputError
 from fxpipe.runtime import load
@@ -90,6 +91,23 @@ def test_the_buffers_values_missing_on_one_rank_are_refused_by_all(two, tmp_path
     assert "rank 1: " in error
     assert "buffers.pt is missing" in error
     assert "rank 0: " not in error
+
+
+def test_weights_that_one_rank_can_not_read_are_refused_by_all(two, tmp_path):
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        toys.write(folder, toys.EARLY)
+        (folder / "weights").mkdir()
+        save_file(toys.EARLY.model().state_dict(), folder / "weights" / "all.safetensors")
+    assert two.run(jobs.refused_folder, folders) == ["loaded"] * 2
+    path = folders[1] / "weights" / "all.safetensors"
+    for harm, why in ((lambda: path.write_bytes(b"junk"), "can't be read"), (path.unlink, "no .s")):
+        harm()
+        (error, other) = two.run(jobs.refused_folder, folders)
+        assert error == other
+        assert error.startswith("WeightsError: weights were loaded on no rank:\nrank 1: ")
+        assert why in error
 
 
 def test_backends_that_differ_are_refused_with_both_values(two, tmp_path):

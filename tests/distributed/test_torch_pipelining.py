@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch_jobs
 import toys
+from safetensors.torch import save_file
 
 import fxpipe
 from fxpipe.errors import InputError
@@ -131,6 +132,19 @@ def test_packages_that_differ_are_refused(two, tmp_path):
     found, other = two.run(torch_jobs.refused_folder, folders)
     assert found == other
     assert "the ranks of this pipeline differ" in found
+
+
+def test_weights_that_one_rank_can_not_read_are_refused_alike(two, tmp_path):
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        toys.write(folder, toys.EARLY, 2)
+        (folder / "weights").mkdir()
+        save_file(toys.EARLY.model().state_dict(), folder / "weights" / "all.safetensors")
+    (folders[1] / "weights" / "all.safetensors").write_bytes(b"junk")
+    found, other = two.run(torch_jobs.refused_folder, folders)
+    assert found == other
+    assert "weights were loaded on no rank:\nrank 1: " in found
 
 
 def test_what_theirs_gets_wrong_is_refused_with_all_reasons(two, tmp_path):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from fxpipe.errors import DeviceError, InputError, PackageError
+from fxpipe.errors import DeviceError, InputError, PackageError, WeightsError
 
 # How these were called the ranks tell each other by themselves: see meeting.py.
 _CALLS = ("step", "evaluation")
@@ -48,6 +48,15 @@ def refuse_differing(found: Sequence[tuple[Mapping[str, object], str | None]]) -
             "\n  ".join(["the ranks of this pipeline differ:", *differing])
             + "\ngive each the same package and the same versions"
         )
+
+
+def refuse_unloadable(problems: Sequence[str | None]) -> None:
+    """Raise WeightsError if a rank, in order, has a problem with weights that all were to load."""
+    told = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+    if told and len(set(problems)) == 1:
+        raise WeightsError(problems[0])
+    if told:
+        raise WeightsError("\n".join(["weights were loaded on no rank:", *told]))
 
 
 def refuse_other_work(works: Sequence[str], first: int) -> None:

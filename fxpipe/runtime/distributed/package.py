@@ -11,7 +11,7 @@ from torch import nn
 
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.runtime import stream
-from fxpipe.runtime.distributed.agreement import refuse_size
+from fxpipe.runtime.distributed.agreement import refuse_size, refuse_unloadable
 from fxpipe.runtime.distributed.around import refuse_part
 from fxpipe.runtime.distributed.device import device_of, refuse_backend, refuse_shared
 from fxpipe.runtime.distributed.pipeline import DistributedPipeline
@@ -73,7 +73,7 @@ def load_rank(
             stage.compile()
     weights = weights_of(folder, manifest)
     if weights is not None:
-        pipe.load_weights(weights)
+        refuse_unloadable(pipe._load_agreed(weights, True, ranks.gather_world))
     pipe.equalize()
     if sharded:
         pipe.shard()

@@ -13,6 +13,7 @@ from fxpipe.errors import FxpipeError, InputError, WeightsError
 from fxpipe.runtime import microbatch
 from fxpipe.runtime.ambient import without_autocast
 from fxpipe.runtime.closure import running
+from fxpipe.runtime.distributed.agreement import refuse_unloadable
 from fxpipe.runtime.distributed.engine import RankEngine
 from fxpipe.runtime.distributed.entry import Meeting, place_of
 from fxpipe.runtime.distributed.norm import gradients_here, norm_over
@@ -119,6 +120,17 @@ class DistributedPipeline(RankEngine):
             total = norm_over(self._ranks, gradients, norm_type)
         nn.utils.clip_grads_with_norm_([*self.parameters(), *others], max_norm, total)
         return total
+
+    def load_weights(self, path: str | Path, strict: bool = True) -> None:
+        """Load safetensors: `Pipeline.load_weights`, by all ranks together.
+
+        Each reads what it holds. Raises WeightsError, alike on all, with what keeps each rank from
+        it; then no rank has loaded anything.
+        """
+        self._ranks.progress.begin("load_weights")
+        with self._ranks.telling():
+            problems = self._load_agreed(path, strict, self._ranks.gather_world)
+        refuse_unloadable(problems)
 
     def save_weights(self, path: str | Path, max_shard_size: int | str = "5GB") -> None:
         """Write all ranks' weights: `Pipeline.save_weights`, by all together.

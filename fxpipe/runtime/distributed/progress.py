@@ -14,7 +14,7 @@ START = "the start"
 # What a rank is asked to do together with the others, which tell each other its place here.
 WORKS = (
     *(START, "step", "evaluation", "step of closures", "clip_grad_norm_"),
-    *("save_weights", "checkpoint.save", "checkpoint.load"),
+    *("load_weights", "save_weights", "checkpoint.save", "checkpoint.load"),
 )
 
 

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from fxpipe.errors import DeviceError, FxpipeError, InputError, PackageError
 from fxpipe.runtime import stream
-from fxpipe.runtime.distributed.agreement import refuse_differing
+from fxpipe.runtime.distributed.agreement import refuse_differing, refuse_unloadable
 from fxpipe.runtime.distributed.device import device_of, refuse_backend, refuse_shared
 from fxpipe.runtime.distributed.shared_weights import first_names, holders
 from fxpipe.runtime.end import LossFn
@@ -118,7 +118,8 @@ def to_torch_pipelining(
 
     Where the plain model leaves a gradient None there may be zeros. Raises, alike on all ranks,
     PackageError with all that theirs can't do right (random numbers, a weight tied across ranks,
-    shapes that depend on data) or that the package's files break, InputError and DeviceError.
+    shapes that depend on data) or that the package's files break, InputError, DeviceError, and
+    WeightsError if one can't read them.
     """
     if not dist.is_initialized():
         raise InputError(
@@ -136,7 +137,13 @@ def to_torch_pipelining(
     parts = TorchPipelining(manifest, stages, crossing, ends, group, folder, files.buffers)
     weights = weights_of(folder, planned)
     if weights is not None:
-        parts.load_weights(weights)
+
+        def gather(problem: str | None) -> list[str | None]:
+            found: list[str | None] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(found, problem, group)
+            return found
+
+        refuse_unloadable(parts._load_agreed(weights, True, gather))
     return parts
 
 

@@ -1,13 +1,14 @@
 """The stages together as the original model's state: its names, weights, modes and dtypes."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import DeviceError
+from fxpipe.errors import DeviceError, WeightsError
 from fxpipe.runtime import stream
 from fxpipe.runtime.manifest import StateSpec
 from fxpipe.runtime.stage import Stage
@@ -112,14 +113,48 @@ class Original(nn.Module):
         fit; `strict` is as in `load_state_dict`. Raises WeightsError that names all missing,
         unexpected and wrongly shaped keys.
         """
+        with ExitStack() as opened:
+            self._take(*self._found(path, strict, opened))
+
+    def _load_agreed(
+        self,
+        path: str | Path,
+        strict: bool,
+        gather: Callable[[str | None], Sequence[str | None]],
+    ) -> Sequence[str | None]:
+        """`load_weights`, unless a process can't; what keeps each from it, in their order.
+
+        `gather` gives what all processes give.
+        """
+        problem = None
+        with ExitStack() as opened:
+            try:
+                found = self._found(path, strict, opened)
+            except (OSError, WeightsError) as error:
+                problem = str(error)
+            problems = gather(problem)
+            if not any(problems):
+                self._take(*found)
+        return problems
+
+    def _found(
+        self, path: str | Path, strict: bool, opened: ExitStack
+    ) -> tuple[WeightFiles, dict[str, Tensor]]:
+        """The files at `path`, and by their keys the tensors that they have values for.
+
+        Files are closed with `opened`. Raises WeightsError unless all fit.
+        """
         tensors = self._tensors()
-        with WeightFiles(path) as files:
-            keys = keys_of(self._specs, files.keys)
-            wanted = self._wanted(tensors, whole=True)
-            weights.check(wanted, keys, lambda name: files.shape(keys[name]), strict, str(path))
-            targets = {keys[name]: tensors[name] for name in keys if name in tensors}
-            for key, tensor in targets.items():
-                tensor.copy_(self._part(tensor, files.read(key)))
+        files = opened.enter_context(WeightFiles(path))
+        keys = keys_of(self._specs, files.keys)
+        wanted = self._wanted(tensors, whole=True)
+        weights.check(wanted, keys, lambda name: files.shape(keys[name]), strict, str(path))
+        return files, {keys[name]: tensors[name] for name in keys if name in tensors}
+
+    def _take(self, files: WeightFiles, tensors: Mapping[str, Tensor]) -> None:
+        """Give tensors the values that files have under their keys."""
+        for key, tensor in tensors.items():
+            tensor.copy_(self._part(tensor, files.read(key)))
         self._loaded()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
