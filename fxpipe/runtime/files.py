@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import FxpipeError, PackageError
 from fxpipe.runtime.imports import module_of, package_of
+from fxpipe.runtime.lines import line_of
 from fxpipe.runtime.manifest import Manifest, StageSpec
 from fxpipe.runtime.saved_buffers import saved_buffers
 from fxpipe.runtime.stage import Stage
@@ -229,9 +230,13 @@ def _module(folder: Path, package: str, spec: StageSpec, broken: list[str]) -> n
             return None
         parameters = list(inspect.signature(found.forward).parameters)[1:]
         module = found()
-    except Exception as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        broken.append(f"{spec.file}{line} fails: {type(error).__name__}: {error}")
+    except (Exception, SystemExit) as error:
+        line = line_of(error, str(folder / spec.file))
+        if not line and isinstance(error, SyntaxError) and error.lineno:
+            line = f", line {error.lineno}"
+        kind = type(error).__name__
+        said = f"{kind}: {error}" if str(error) else kind
+        broken.append(f"{spec.file}{line} fails: {said}")
         return None
     expected = [port.parameter for port in spec.inputs]
     if parameters != expected:

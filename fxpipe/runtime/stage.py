@@ -1,7 +1,5 @@
 """A stage at work: its module, its device, and its forward with the error that says where."""
 
-import linecache
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from fxpipe.errors import FxpipeError, PackageError, StageError
 from fxpipe.runtime.backward import differentiable
 from fxpipe.runtime.batchnorm import defer
 from fxpipe.runtime.drawing import drawing
+from fxpipe.runtime.lines import line_of
 from fxpipe.runtime.mailbox import StoppedError
 from fxpipe.runtime.manifest import OutputSpec, PortSpec, StageSpec, there
 from fxpipe.runtime.promises import keeping, kept
@@ -183,15 +182,8 @@ class Stage:
             ) from error
 
     def _line(self, error: Exception) -> str:
-        # What Dynamo raises while it traces has the stage's own frames in `real_stack`.
-        traced = getattr(error, "real_stack", None) or ()
-        frames = [*traceback.extract_tb(error.__traceback__), *traced]
-        lines = [frame.lineno for frame in frames if frame.filename == self.path]
-        if not lines:
-            return ""
-        linecache.checkcache(self.path)  # the file may have been edited since
-        text = linecache.getline(self.path, lines[-1]).strip()
-        return f", {self.spec.file}, line {lines[-1]}: `{text}`"
+        line = line_of(error, self.path)
+        return f", {self.spec.file}{line}" if line else ""
 
 
 def _as_seen(output: Tensor, spec: OutputSpec) -> Tensor:

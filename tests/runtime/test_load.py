@@ -42,7 +42,24 @@ BROKEN = {
     ),
     "a failing constructor": (
         lambda d: _edit(d, "stage_1.py", "nn.Linear(7, 7)", "nn.Linear('7', 7)"),
-        "stage_1.py fails: TypeError",
+        "stage_1.py, line 10: `self.body = nn.ModuleDict({\"step\": nn.Linear('7', 7)})` fails: "
+        "TypeError: ",
+    ),
+    "a failing import": (
+        lambda d: _edit(d, "stage_1.py", "import torch\n", "import torch\ntorch.no_such\n"),
+        "stage_1.py, line 2: `torch.no_such` fails: AttributeError: ",
+    ),
+    "a file that ends Python": (
+        lambda d: _edit(d, "stage_1.py", "import torch\n", "import torch\nraise SystemExit\n"),
+        "stage_1.py, line 2: `raise SystemExit` fails: SystemExit\n",
+    ),
+    "an error in another file": (
+        lambda d: (
+            (d / "blocks.py").write_text("act = =\n"),
+            _edit(d, "stage_1.py", "import torch\n", "import torch\nfrom .blocks import act\n"),
+        ),
+        "stage_1.py, line 2: `from .blocks import act` fails: SyntaxError: invalid syntax "
+        "(blocks.py, line 1)",
     ),
     "another parameter of forward": (
         lambda d: _edit(d, "stage_1.py", "self, h):", "self, other):"),
