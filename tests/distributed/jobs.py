@@ -707,9 +707,10 @@ def failing(folder: Path, where: str) -> tuple[str, str]:
     _, pipe = pair(folder, toys.CHAIN)
     (x,) = toys.CHAIN.inputs()
     pipe.step(x, loss_fn=toys.mean_loss)
-    if where == "stage" and pipe.is_last:
+    said = {"stage": "a bad row", "garbled": f"a bad row {chr(0xDC80)}{'x' * 30_000_000}"}
+    if where in said and pipe.is_last:
         module = pipe._stages[-1].module
-        module.register_forward_pre_hook(fail_at(2))
+        module.register_forward_pre_hook(fail_at(2, said[where]))
     other = load(folder, distributed=True)
     losses = {
         "loss": _bad_loss,
@@ -726,13 +727,13 @@ def failing(folder: Path, where: str) -> tuple[str, str]:
     return found[0], found[1]
 
 
-def fail_at(i: int) -> object:
+def fail_at(i: int, said: str = "a bad row") -> object:
     seen = []
 
     def hook(*_: object) -> None:
         seen.append(None)
         if len(seen) == i + 1:
-            raise ValueError("a bad row")
+            raise ValueError(said)
 
     return hook
 

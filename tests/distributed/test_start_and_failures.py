@@ -188,6 +188,15 @@ def test_a_stage_that_fails_on_one_rank_is_named_by_all(two, tmp_path):
     assert "start all processes again" in again
 
 
+def test_an_error_of_any_length_and_letters_is_told_as_far_as_it_says_where(two, tmp_path):
+    toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
+    (heard, _), (own, _) = two.run(jobs.failing, tmp_path, "garbled")
+    where = "stage 2 failed in 2F2: ValueError: a bad row "
+    assert own.startswith(f"StageError: {where}\udc80xxx")
+    assert heard.startswith(f"StageError: rank 1 failed: {where}\\udc80xxx")
+    assert heard.endswith("x... and 29995950 more characters")
+
+
 def test_a_loss_that_fails_is_named_by_all(two, tmp_path):
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
     (heard, _), _ = two.run(jobs.failing, tmp_path, "loss")

@@ -14,6 +14,7 @@ from fxpipe.runtime.distributed.board import Board
 from fxpipe.runtime.distributed.progress import Progress
 
 _NEVER = 2  # a tag that nobody sends with
+_TOLD = 4096  # characters of an error, and of its notes
 _STAY_S = 5.0  # how long a rank stays, after a failure, for the others to hear of it
 
 
@@ -122,8 +123,18 @@ class Failures:
 
 
 def _told(error: BaseException) -> str:
-    """An error in words, with its notes."""
+    """An error in words, with its notes; of long ones the beginning."""
     said, kind = str(error), type(error).__name__
     text = said if isinstance(error, FxpipeError) else f"{kind}: {said}" if said else kind
     notes = "; ".join(getattr(error, "__notes__", ()))
-    return f"{text} ({notes})" if notes else text
+    return f"{_beginning(text)} ({_beginning(notes)})" if notes else _beginning(text)
+
+
+def _beginning(text: str) -> str:
+    """As much of it as is told, in characters that UTF-8 has: the store takes no others, nor 8 MiB.
+
+    Where it failed stands in front.
+    """
+    left = len(text) - _TOLD
+    shown = text if left <= 0 else f"{text[:_TOLD]}... and {left} more characters"
+    return shown.encode(errors="backslashreplace").decode()
