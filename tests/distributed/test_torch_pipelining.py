@@ -1,6 +1,7 @@
 """torch.distributed.pipelining computes with our stages and tables what the plain model does."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -145,6 +146,10 @@ def test_weights_that_one_rank_can_not_read_are_refused_alike(two, tmp_path):
     found, other = two.run(torch_jobs.refused_folder, folders)
     assert found == other
     assert "weights were loaded on no rank:\nrank 1: " in found
+    shutil.rmtree(folders[1] / "weights")
+    found, other = two.run(torch_jobs.refused_folder, folders)
+    assert found == other
+    assert "weights: rank 0 has True, rank 1 has False" in found
 
 
 def test_what_theirs_gets_wrong_is_refused_with_all_reasons(two, tmp_path):

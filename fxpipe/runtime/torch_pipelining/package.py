@@ -119,7 +119,7 @@ def to_torch_pipelining(
     Where the plain model leaves a gradient None there may be zeros. Raises, alike on all ranks,
     PackageError with all that theirs can't do right (random numbers, a weight tied across ranks,
     shapes that depend on data) or that the package's files break, InputError, DeviceError, and
-    WeightsError if one can't read them.
+    WeightsError if one can't read its weights.
     """
     if not dist.is_initialized():
         raise InputError(
@@ -128,6 +128,7 @@ def to_torch_pipelining(
         )
     folder = Path(os.path.realpath(path))
     facts = {"torch": torch.__version__, "sizes": repr(sizes), "dtype": repr(dtype)}
+    facts["weights"] = str((folder / "weights").is_dir())
     planned, files = _agreed(folder, device, group, facts)
     manifest, stages = relayed(planned, files.stages, inputs_to_end=True)
     _refuse_rules(manifest, files.table)
