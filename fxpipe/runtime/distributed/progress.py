@@ -80,5 +80,7 @@ class Progress:
         last = f", did {', '.join(done[-_SHOWN:])} last" if done else ""
         if not self._inside:
             return f"is outside of the pipeline, after {work}{last}"
-        at = f" at {row[place]}" if place < len(row) and isinstance(row[place], Action) else ""
+        # What a lost rank was to send is waited for in the action that needs it.
+        begun = not waits and place < len(row) and isinstance(row[place], Action)
+        at = f" at {row[place]}" if begun else ""
         return f"is in {work}{at}{last}" + (f", waits for {waits}" if waits else "")
