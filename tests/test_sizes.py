@@ -235,29 +235,33 @@ def test_rows_that_are_selected_are_put_together(tmp_path):
 
 
 def by_rows(rule):
-    """A model one of whose layers goes by how many rows it is given."""
+    """A model one of whose layers goes by how many rows it is given, and maybe by the mode."""
 
     class ByRows(nn.Module):
         def forward(self, x):
-            return rule(x)
+            return rule(x, self.training)
 
     layers = nn.Linear(8, 8), ByRows(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)
     return nn.Sequential(*layers).double()
 
 
-def normed(x):
+def normed(x, _):
     """In chunks of eight rows at most."""
     return torch.cat([part - part.mean(0) for part in x.chunk(-(-x.size(0) // 8))])
 
 
-BY_ROWS = (
-    (lambda x: x * 2 if x.size(0) > 4 else x, 2, 3, r"12, where batch > 4, .* has 4"),
-    (lambda x: x if x.size(0) == 1 else x - x.mean(0), 2, 12, r"12, where batch > 1, .* has 1"),
-    (normed, 1, 2, r"12, where -\(-batch // 8\) == 2, .* has 6"),
-)
+BY_ROWS = {
+    "few": (lambda x, _: x * 2 if len(x) > 4 else x, 2, 3, r"12, where batch > 4, .* has 4"),
+    "one": (lambda x, _: x if len(x) == 1 else x - x.mean(0), 2, 12, r"12, where batch > 1, .* 1"),
+    "one in eval mode": (
+        lambda x, training: x * 2 if len(x) == 1 and not training else x,
+        *(2, 12, r"12, where batch > 1, .* has 1"),
+    ),
+    "chunks": (normed, 1, 2, r"12, where -\(-batch // 8\) == 2, .* has 6"),
+}
 
 
-@pytest.mark.parametrize(("rule", "fits", "cuts", "says"), BY_ROWS, ids=["few", "one", "chunks"])
+@pytest.mark.parametrize(("rule", "fits", "cuts", "says"), BY_ROWS.values(), ids=BY_ROWS)
 def test_a_forward_that_goes_by_how_many_rows_there_are_is_refused_where_that_differs(
     rule, fits, cuts, says, tmp_path
 ):
@@ -271,3 +275,25 @@ def test_a_forward_that_goes_by_how_many_rows_there_are_is_refused_where_that_di
     torch.testing.assert_close(pipe(x), torch.cat([model(piece) for piece in pieces]))
     with pytest.raises(InputError, match=r"compiled for inputs where .* in each micro-batch"):
         pipe(x[:fits])
+
+
+def in_memory(x, _):
+    """As some libraries copy what is large: the numbers are the same."""
+    return x.contiguous() if len(x) >= 8 else x
+
+
+def of_two(x, _):
+    assert len(x) > 1, "a row alone has nothing to be compared with"
+    return x - x.mean(0)
+
+
+@pytest.mark.parametrize("rule", [in_memory, of_two])
+def test_rows_that_change_no_number_or_that_the_model_itself_refuses_are_no_condition(
+    rule, tmp_path
+):
+    model, x = by_rows(rule), torch.randn(12, 8, dtype=torch.float64)
+    package = fxpipe.compile(model, (x,), devices="cpu*2", microbatches=3)
+    assert package.capture.conditions == ()
+    pipe = fxpipe.load(package.write(tmp_path / "out")).double()
+    pipe.load_state_dict(model.state_dict())
+    torch.testing.assert_close(pipe(x), torch.cat([model(piece) for piece in x.tensor_split(3)]))

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from fxpipe.capture.graph import own_graph
 from fxpipe.capture.inputs import batch_of, bind, copies, flat_inputs, input_names, with_rows
 from fxpipe.capture.modes import depends_on_mode, forget_eval, merge_modes
 from fxpipe.capture.names import ModelNames, model_names
-from fxpipe.capture.one_row import CONDITION, holds_for_one_row
 from fxpipe.capture.refuse import (
     refuse_hooks,
     refuse_lazy,
@@ -30,6 +29,7 @@ from fxpipe.capture.refuse import (
     refuse_written_inputs,
 )
 from fxpipe.capture.region import Excerpt, Region
+from fxpipe.capture.rows import with_rows_known
 from fxpipe.capture.simplify import simplify
 from fxpipe.capture.sizes import Sizes, describe_sizes, elsewhere, resized, together
 from fxpipe.capture.stock_calls import call_stock_modules
@@ -225,15 +225,12 @@ def _trace(
         raise CaptureError("eval mode may not leave open what train mode does")
     if not evaluates:
         outputs = forget_eval(graph, outputs)
-    known = together(sizes)
-    if isinstance(check, Check) and not holds_for_one_row(check, tensors, known):
-        known = replace(known, conditions=(*known.conditions, CONDITION))
     return _Traced(
         graph,
         modules,
         names,
         functions,
-        known,
+        with_rows_known(together(sizes), check, found, tensors),
         outputs,
         found,
         evaluates,

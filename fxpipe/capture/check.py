@@ -77,7 +77,9 @@ class Check:
         training = Observer(self.modules, self.state)
         try:
             expected = self._plain(training=True)
-        except (RuntimeError, ValueError) as error:
+        except FxpipeError:
+            raise
+        except Exception as error:
             raise InputError(
                 f"the model by itself can't be trained on these inputs: {error}"
             ) from error
