@@ -297,3 +297,20 @@ def test_rows_that_change_no_number_or_that_the_model_itself_refuses_are_no_cond
     pipe = fxpipe.load(package.write(tmp_path / "out")).double()
     pipe.load_state_dict(model.state_dict())
     torch.testing.assert_close(pipe(x), torch.cat([model(piece) for piece in x.tensor_split(3)]))
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_a_size_is_a_number_where_else_nobody_knows_how_many_rows_come_out(microbatches, tmp_path):
+    """Any even length could be cut in fours: twice the length would be twice the rows."""
+
+    class Tokens(Windows):
+        def forward(self, x):
+            return self.head(self.mix(x.flatten(0, 1)).relu().view(-1, 4, 8))
+
+    model, x = Tokens(), torch.randn(4, 4, 8)
+    package = fxpipe.compile(model, (x,), devices="cpu*2", microbatches=microbatches)
+    assert package.manifest.sizes == {}
+    pipe = fxpipe.load(package.write(tmp_path / "out"))
+    pipe.load_state_dict(model.state_dict())
+    for rows in (4, 3):
+        torch.testing.assert_close(pipe(x[:rows]), model(x[:rows]))

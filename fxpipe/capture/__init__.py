@@ -2,25 +2,18 @@
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.capture.assigned import copy_what_is_kept, move_writes, write_back
-from fxpipe.capture.calls import CallCheck
-from fxpipe.capture.check import Check, Checked
-from fxpipe.capture.dtypes import open_dtypes
-from fxpipe.capture.dynamo import FlatModel, dynamo_graph
+from fxpipe.capture.assigned import move_writes
+from fxpipe.capture.dynamo import FlatModel
 from fxpipe.capture.fingerprint import fingerprint
 from fxpipe.capture.first_calls import fills_once, first_calls, refuse_resized
-from fxpipe.capture.functions import Functions
-from fxpipe.capture.graph import own_graph
 from fxpipe.capture.inputs import batch_of, bind, copies, flat_inputs, input_names, with_rows
-from fxpipe.capture.modes import depends_on_mode, forget_eval, merge_modes
-from fxpipe.capture.names import ModelNames, model_names
+from fxpipe.capture.names import model_names
 from fxpipe.capture.refuse import (
     refuse_hooks,
     refuse_lazy,
@@ -29,18 +22,14 @@ from fxpipe.capture.refuse import (
     refuse_written_inputs,
 )
 from fxpipe.capture.region import Excerpt, Region
-from fxpipe.capture.rows import with_rows_known
-from fxpipe.capture.simplify import simplify
-from fxpipe.capture.sizes import Sizes, describe_sizes, elsewhere, resized, together
-from fxpipe.capture.stock_calls import call_stock_modules
+from fxpipe.capture.traced import Traced, trace_open
 from fxpipe.capture.variables import name_values
-from fxpipe.errors import CaptureError
 from fxpipe.ir import Capture, Input, Op
 from fxpipe.memory import faked, lacks_memory
 from fxpipe.ops.interpret import buffers, model_dtype, untouched
 from fxpipe.ops.specs import tensor_spec
 from fxpipe.runtime.manifest import TensorSpec
-from fxpipe.runtime.structure import Structure, describe
+from fxpipe.runtime.structure import describe
 
 __all__ = ["capture", "flat_inputs"]
 
@@ -83,7 +72,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         if isinstance(model, Excerpt):
             refuse_written_inputs(model, inputs, seen.written)
         flat = FlatModel(model, form, input_structure, seen)
-        trace = functools.partial(_trace_open, flat, names, tensors, batched, inputs)
+        trace = functools.partial(trace_open, flat, names, tensors, batched, inputs)
         traced = trace()
         read = _read(traced.graph, traced.modules)
         once = bool(seen.changing) and fills_once(before, names, read, traced.found.ops)
@@ -129,113 +118,13 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     )
 
 
-def _checked(traced: "_Traced", dtype: torch.dtype, memoryless: bool) -> str:
+def _checked(traced: Traced, dtype: torch.dtype, memoryless: bool) -> str:
     if not traced.found.agrees_in_train:
         return "nothing"
     modes = "train and eval" if traced.evaluates else "train"
     by_calls = ", by the calls of torch alone" if memoryless else ""
     in_one_dtype = f", in {str(dtype).removeprefix('torch.')} alone" if traced.in_one_dtype else ""
     return f"{modes}{by_calls}{in_one_dtype}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Traced:
-    """A graph that the numeric check has passed, and what was found on the way."""
-
-    graph: fx.Graph
-    modules: dict[str, nn.Module]
-    names: ModelNames
-    functions: Functions
-    sizes: Sizes
-    outputs: Structure
-    found: Checked
-    evaluates: bool
-    in_one_dtype: bool
-
-
-def _trace_open(flat: FlatModel, *rest: Any) -> _Traced:
-    """`_trace` with other sizes left open, if that is possible."""
-    try:
-        return _trace(flat, *rest, free=not isinstance(flat.model, Region))
-    except Exception:  # the model is too much for symbols, or is wrong: the next one tells
-        return _trace(flat, *rest, free=False)
-
-
-def _trace(
-    flat: FlatModel,
-    names: ModelNames,
-    tensors: Sequence[Tensor],
-    batched: Sequence[bool],
-    inputs: Sequence[str],
-    *,
-    free: bool,
-) -> _Traced:
-    """Trace in train mode, and where needed in another dtype and in eval mode; then check.
-
-    If `free`, all sizes of inputs are left open that the model leaves open. Raises CaptureError,
-    then also if the graph does not hold for other sizes.
-    """
-    model, outputs = flat.model, flat.outputs
-    memoryless = lacks_memory(model)
-    names, functions = names.copy(), Functions()
-    sizes: list[Sizes] = []
-    written: set[str] = set()
-
-    def trace(flat: FlatModel, tensors: Sequence[Tensor]) -> tuple[fx.Graph, dict[str, nn.Module]]:
-        with faked(flat) if memoryless else contextlib.nullcontext():
-            own = flat.model is model and not memoryless
-            own_names = names if own else model_names(flat.model)
-            found = dynamo_graph(flat, tensors, batched, free=free)
-            graph = own_graph(found, own_names, inputs, functions)
-            copy_what_is_kept(graph, written)
-            write_back(graph, flat.assigned[flat.training], own_names.state)
-        if flat.model is model:
-            names.add_constants_of(own_names)
-        sizes.append(describe_sizes(graph, tensors, batched))
-        if sizes[-1].shapes != sizes[0].shapes:
-            raise CaptureError("another dtype or mode leaves other sizes open")
-        return graph, call_stock_modules(graph, flat.model)
-
-    with untouched(model, names.state):
-        flat.train()
-        graph, modules = trace(flat, tensors)
-        in_one_dtype = open_dtypes(graph, flat, modules, names.state, tensors, trace)
-        if "eval" in outputs:
-            more, outputs = merge_modes(graph, flat, tensors, trace)
-            modules.update(more)
-    there = elsewhere(sizes[0])
-    given = resized(tensors, sizes[0], there)
-    check: Check | CallCheck
-    if memoryless:
-        check = CallCheck(flat, graph, modules, names.state, given, outputs)
-    else:
-        check = Check(flat, graph, modules, names.state, given, outputs)
-    found = check.run()
-    by_mode = "eval" not in flat.outputs and (
-        not found.identical_in_eval or (not memoryless and depends_on_mode(graph, found.ops))
-    )
-    if by_mode:
-        with untouched(model, names.state):
-            modules.update(merge_modes(graph, flat, tensors, trace)[0])
-    # What ops write is known only where they ran on real data.
-    if (not memoryless and simplify(graph, found.ops)) or by_mode:
-        found = check.run()
-    evaluates = found.agrees_in_eval and ("eval" in outputs) == ("eval" in flat.outputs)
-    if len(there) > 1 and not evaluates:
-        raise CaptureError("eval mode may not leave open what train mode does")
-    if not evaluates:
-        outputs = forget_eval(graph, outputs)
-    return _Traced(
-        graph,
-        modules,
-        names,
-        functions,
-        with_rows_known(together(sizes), check, found, tensors),
-        outputs,
-        found,
-        evaluates,
-        in_one_dtype,
-    )
 
 
 def _read(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> list[str]:

@@ -19,7 +19,7 @@ _MOST = 2  # times the traced rows: more may be too many for this machine
 def with_rows_known(
     sizes: Sizes, check: Check | CallCheck, found: Checked, tensors: Sequence[Tensor]
 ) -> Sizes:
-    """What a trace of `tensors` says, with those conditions on rows alone that numbers hang on.
+    """What a trace of `tensors` says, with those conditions on rows that numbers hang on.
 
     Graph and model are compared where such a condition is not met, and on one row. `found` is what
     `check` gave.
@@ -37,12 +37,11 @@ def with_rows_known(
         return modes >= (found.agrees_in_train, found.agrees_in_eval)
 
     def kept() -> Iterator[str]:
-        most = _MOST * sizes.values["batch"]
+        others = [*range(2, _MOST * sizes.values["batch"] + 1), 1]
         for condition in sizes.conditions:
-            words = set(re.findall(r"[a-z]\w*", condition))
-            if "batch" in words and words.isdisjoint(sizes.values.keys() - {"batch"}):
-                unmet = (n for n in range(2, most + 1) if not holds(condition, {"batch": n}))
-                n = next(unmet, None)
+            if re.search(r"\bbatch\b", condition):
+                known = ({**sizes.values, "batch": n} for n in others)
+                n = next((at["batch"] for at in known if not holds(condition, at)), None)
                 if n is not None and same(n):
                     continue
             yield condition

@@ -150,11 +150,19 @@ def unmergeable(manifest: Manifest, training: bool) -> str | None:
         return None
     for path, place in leaves(in_mode(manifest.output_structure, training)):
         spec = manifest.outputs[place].spec
-        grows = [str(size) for size in spec.shape if "batch" in str(size)]
-        if len(grows) > 1:
-            return f"output{path} {spec} compares all rows of the batch with each other"
-        if grows and not re.fullmatch(r"(\w+\*)*batch(\*\w+)*", grows[0]):
-            return f"output{path} {spec} has not as many rows for each row of the batch"
+        why = why_unmergeable(spec)
+        if why is not None:
+            return f"output{path} {spec} {why}"
+    return None
+
+
+def why_unmergeable(spec: TensorSpec) -> str | None:
+    """Why outputs of micro-batches can't be put together to the batch's; None if they can."""
+    grows = [str(size) for size in spec.shape if "batch" in str(size)]
+    if len(grows) > 1:
+        return "compares all rows of the batch with each other"
+    if grows and not re.fullmatch(r"(\w+\*)*batch(\*\w+)*", grows[0]):
+        return "has not as many rows for each row of the batch"
     return None
 
 
