@@ -277,6 +277,35 @@ def test_a_forward_that_goes_by_how_many_rows_there_are_is_refused_where_that_di
         pipe(x[:fits])
 
 
+def test_comparisons_of_rows_that_others_imply_are_found_by_their_numbers():
+    """As of a float32 convolution: torch chooses its kernel by whether there are 16 rows."""
+
+    class Convolved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 8)
+
+        def forward(self, x):
+            h = self.conv(x).relu().mean((2, 3))
+            return self.head(h * 2 if len(h) >= 9 else h)
+
+    x = torch.randn(32, 3, 8, 8)
+    with pytest.raises(
+        InputError, match=r"with 32, where batch (> 8|>= 9), and a micro-batch has 8"
+    ):
+        fxpipe.compile(Convolved(), (x,), devices="cpu*2", microbatches=4)
+    package = fxpipe.compile(Convolved(), (x,), devices="cpu*2", microbatches=3)
+    assert not {"batch > 8", "batch >= 9"}.isdisjoint(package.capture.conditions)
+
+
+def test_a_model_without_memory_is_tried_on_one_row_too():
+    with fxpipe.without_memory():
+        model = by_rows(BY_ROWS["one"][0])
+    x = torch.randn(12, 8, dtype=torch.float64)
+    with pytest.raises(InputError, match="where batch > 1, and a micro-batch has 1"):
+        fxpipe.compile(model, (x,), devices="cpu*2", microbatches=12, profile="analytic:a100")
+
+
 def in_memory(x, _):
     """As some libraries copy what is large: the numbers are the same."""
     return x.contiguous() if len(x) >= 8 else x
@@ -287,16 +316,24 @@ def of_two(x, _):
     return x - x.mean(0)
 
 
-@pytest.mark.parametrize("rule", [in_memory, of_two])
+def of_its_own_in_eval_mode(x, training):
+    """Which no graph has: the pipeline has no eval mode."""
+    return x if training else x * float(x.detach().sum())
+
+
+@pytest.mark.parametrize(
+    ("rule", "microbatches"), [(in_memory, 3), (of_two, 3), (of_its_own_in_eval_mode, 12)]
+)
 def test_rows_that_change_no_number_or_that_the_model_itself_refuses_are_no_condition(
-    rule, tmp_path
+    rule, microbatches, tmp_path
 ):
     model, x = by_rows(rule), torch.randn(12, 8, dtype=torch.float64)
-    package = fxpipe.compile(model, (x,), devices="cpu*2", microbatches=3)
+    package = fxpipe.compile(model, (x,), devices="cpu*2", microbatches=microbatches)
     assert package.capture.conditions == ()
     pipe = fxpipe.load(package.write(tmp_path / "out")).double()
     pipe.load_state_dict(model.state_dict())
-    torch.testing.assert_close(pipe(x), torch.cat([model(piece) for piece in x.tensor_split(3)]))
+    pieces = x.tensor_split(microbatches)
+    torch.testing.assert_close(pipe(x), torch.cat([model(piece) for piece in pieces]))
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])

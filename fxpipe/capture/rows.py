@@ -1,8 +1,8 @@
 """For how many rows does the graph hold? Forward may go by that: `if len(x) > 4`."""
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -12,40 +12,59 @@ from fxpipe.capture.sizes import Sizes, resized
 from fxpipe.errors import InputError
 from fxpipe.runtime.sizes import holds
 
-_NOT_ONE = "batch > 1"  # tracing takes this for granted
 _MOST = 2  # times the traced rows: more may be too many for this machine
 
 
 def with_rows_known(
     sizes: Sizes, check: Check | CallCheck, found: Checked, tensors: Sequence[Tensor]
 ) -> Sizes:
-    """What a trace of `tensors` says, with those conditions on rows that numbers hang on.
+    """What a trace of `tensors` says, with conditions on rows where numbers hang on them alone.
 
-    Graph and model are compared where such a condition is not met, and on one row. `found` is what
-    `check` gave.
+    Graph and model are compared where such a condition is not met, and on one row, or two: tracing
+    takes for granted that there is not one, and of comparisons with numbers it keeps none that
+    others imply, by which a kernel was chosen. `found` is what `check` gave.
     """
+    rows = _Rows(sizes, check, found, tensors)
+    batch = sizes.values["batch"]
+    others = [*range(2, _MOST * batch + 1), 1]
+    kept = []
+    for condition in sizes.conditions:
+        unmet: int | None = None
+        if re.search(r"\bbatch\b", condition):
+            unmet = next((n for n in others if not rows.meet(condition, n)), None)
+        if unmet is None or rows.agree(unmet) is False:
+            kept.append(condition)
+    few = 1 if rows.agree(1) is not None else 2
+    if few < batch and rows.agree(few) is False and all(rows.meet(c, few) for c in kept):
+        enough = batch
+        while enough - few > 1:
+            n = (few + enough) // 2
+            few, enough = (n, enough) if rows.agree(n) is False else (few, n)
+        kept.append(f"batch > {few}")
+    return replace(sizes, conditions=tuple(kept))
 
-    def same(n: int) -> bool:
-        inputs = resized(tensors, sizes, {**sizes.values, "batch": n})
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The inputs with other numbers of rows, and all other sizes as they were traced."""
+
+    sizes: Sizes
+    check: Check | CallCheck
+    found: Checked
+    tensors: Sequence[Tensor]
+
+    def meet(self, condition: str, n: int) -> bool:
+        """Whether n rows do."""
+        return holds(condition, {**self.sizes.values, "batch": n})
+
+    def agree(self, n: int) -> bool | None:
+        """Whether graph and model do on n rows; None if the model by itself does not take them."""
+        inputs = resized(self.tensors, self.sizes, {**self.sizes.values, "batch": n})
         try:
-            there = replace(check, inputs=inputs).run()
-        except InputError:  # the model by itself takes so many no more, and says so
-            return True
+            there = replace(self.check, inputs=inputs).run()
+        except InputError:
+            return None
         except Exception:  # the graph takes another way than the model
             return False
         modes = (there.agrees_in_train, there.agrees_in_eval)
-        return modes >= (found.agrees_in_train, found.agrees_in_eval)
-
-    def kept() -> Iterator[str]:
-        others = [*range(2, _MOST * sizes.values["batch"] + 1), 1]
-        for condition in sizes.conditions:
-            if re.search(r"\bbatch\b", condition):
-                known = ({**sizes.values, "batch": n} for n in others)
-                n = next((at["batch"] for at in known if not holds(condition, at)), None)
-                if n is not None and same(n):
-                    continue
-            yield condition
-        if isinstance(check, Check) and not same(1):
-            yield _NOT_ONE
-
-    return replace(sizes, conditions=tuple(kept()))
+        return modes >= (self.found.agrees_in_train, self.found.agrees_in_eval)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -136,7 +136,7 @@ def _trace(
         modules,
         names,
         functions,
-        with_rows_known(together(sizes), check, found, tensors),
+        with_rows_known(together(sizes), replace(check, outputs=outputs), found, tensors),
         outputs,
         found,
         evaluates,

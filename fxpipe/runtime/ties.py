@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fxpipe.errors import InputError
 from fxpipe.runtime.memory import Memory
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.swapping import swapped
@@ -55,9 +56,17 @@ def collected(
     """For `step`: each lane has a leaf of its own, whose gradient goes to the owner's at the end.
 
     So no two threads write one gradient, and the sum is in the order of the lanes' first stages.
-    While `memory` is measured, lanes of one device have values of their own too.
+    While `memory` is measured, lanes of one device have values of their own too. Raises InputError
+    if a hook would see that sum, and not the gradients of each micro-batch.
     """
     owners = [parameters[tie.owner] for tie in ties]
+    hooked = {t.owner: None for t, p in zip(ties, owners, strict=True) if _has_hooks(p)}
+    if hooked:
+        raise InputError(
+            f"stages of several devices share {', '.join(hooked)}, and a hook on it would get the "
+            "sum of what the others have, not the gradients of each micro-batch: change its .grad "
+            "after step, or call pipe(x) and backward()"
+        )
     values = [owner.detach().to(tie.device) for tie, owner in zip(ties, owners, strict=True)]
     if memory is not None:
         values = [memory.held(value, tie.lane) for tie, value in zip(ties, values, strict=True)]
@@ -70,6 +79,10 @@ def collected(
     for owner, leaf in zip(owners, leaves, strict=True):
         if leaf.grad is not None:
             torch.autograd.backward([owner], [leaf.grad.to(owner.device)])
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import pytest
 import torch
 from toys import MODES, SHARES, assert_same_state, both, mean_loss, plain_step, same
 
+from fxpipe.errors import InputError
 from fxpipe.runtime import ties
 
 DEVICES = (0, 1, 1)
@@ -46,3 +47,20 @@ def test_a_call_copies_a_weight_to_another_device_once(tmp_path):
         copy = copies[1]["b.weight"]
         assert copies[2]["c.weight"] is copies[2]["d.weight"] is copy
         assert torch.equal(copy, pipe.a.weight)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_step_is_refused_whose_hook_would_see_a_sum_over_micro_batches(tmp_path, kind):
+    model, pipe = both(tmp_path, SHARES, devices=DEVICES)
+    x = SHARES.inputs()
+    calls = []
+    shared = pipe.get_parameter(pipe._state.ties[0].owner)
+    hook = getattr(shared, kind)(lambda seen: calls.append(seen))
+    with pytest.raises(InputError, match="a hook on it would get the sum of what the others have"):
+        pipe.step(*x, loss_fn=mean_loss)
+    mean_loss(pipe(*x)).backward()
+    assert len(calls) == 1
+    hook.remove()
+    pipe.zero_grad()
+    expected = plain_step(SHARES, model, x, 4)
+    assert same(pipe.step(*x, loss_fn=mean_loss), expected)
