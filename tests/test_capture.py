@@ -554,6 +554,12 @@ class Frozen(models.Chain):
         return self.layers(x).view(4, 6)
 
 
+class ListsRows(models.Chain):
+    def forward(self, x):
+        rows = list(self.layers(x))
+        return torch.stack([row * len(rows) for row in rows])
+
+
 library = torch.library.Library("tests", "FRAGMENT")
 library.define("twice(Tensor x) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
@@ -624,6 +630,7 @@ class Quantized(models.Chain):
             ],
         ),
         (Frozen(), ["one batch size only", "view(4, 6)", "x.size(0)"]),
+        (ListsRows(), ["one batch size only", "rows = list(self.layers(x))", "(`list(x)`)"]),
         (WritesItsWeight(), ["writes the parameter 'second.weight'", "outside of forward"]),
         (PythonDraws(), ["Python's random module", "torch.rand(())"]),
         (PythonPaths(), ["Python's random module", "torch.rand(())", "random.random() < 0.5"]),

@@ -41,7 +41,8 @@ def frozen_batch(message: str, batch: int) -> str:
     return (
         f"forward works for one batch size only, {place}\n"
         "A pipeline cuts the batch into micro-batches: write x.size(0) in place of the number, "
-        "which may not come from values of tensors either (`tolist`, `item`).\n"
+        "which may not come from values of tensors either (`tolist`, `item`); and ops on all rows "
+        "in place of a loop over them or a list of them (`list(x)`).\n"
         f"The batch is taken to be {batch}, dimension 0 of the first input with more than one row. "
         "If that input has no batch, give it last, by name."
     )
