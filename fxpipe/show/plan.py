@@ -21,32 +21,35 @@ def plan_json(
     """The best plan; times in ms, bytes by device, `schedule` as rows of cells.
 
     `one_device_ms` is the step on one of them alone, None where it doesn't fit. With recomputation
-    `recomputed` has the runs of blocks, by stage, and what they add; `checkpoint` is the mode by
-    which stages are computed again whole, if they are.
+    each plan's `recomputed` has the runs of blocks, by stage, and its `checkpoint` the mode that
+    stages are computed again whole by, if they are; `recompute_ms` is what the best one's add.
     """
     plan = found.plan
     assert plan is not None
     facts = {
         "microbatches": question.n_microbatches,
-        **_plan_json(plan),
+        **_plan_json(question, plan),
         "seconds": found.seconds,
         "one_device_ms": alone_ms,
     }
     if question.recompute:
-        facts["recomputed"] = [[list(run) for run in runs] for runs in _runs_of(question, plan)]
         facts["recompute_ms"] = _again_ms(question, plan)
-        facts["checkpoint"] = plan.checkpoint[0]
     if others:
         facts["candidates"] = [
             {"name": other.schedule, "seconds": other.seconds}
-            | ({"error": other.why_not} if other.plan is None else _plan_json(other.plan))
+            | ({"error": other.why_not} if other.plan is None else _plan_json(question, other.plan))
             for other in others
         ]
     return facts
 
 
-def _plan_json(plan: Plan) -> dict[str, Any]:
+def _plan_json(question: Question, plan: Plan) -> dict[str, Any]:
+    again = {
+        "recomputed": [[list(run) for run in runs] for runs in _runs_of(question, plan)],
+        "checkpoint": plan.checkpoint[0],
+    }
     return {
+        **(again if question.recompute else {}),
         "cuts": list(plan.cuts),
         "devices": list(plan.stage_to_device),
         "schedule": [[str(action) for action in row] for row in plan.schedule.rows],

@@ -32,8 +32,10 @@ def test_what_whole_stages_compute_again_is_told(mode: CheckpointMode, text: str
     plan = planned(replace(asked, checkpoint=mode), "1f1b", table_of("1f1b", 2, 4, None))
     answer = Answer("1f1b", plan, "", 1.0)
 
-    facts = plan_json(asked, answer, [], None)
+    facts = plan_json(asked, answer, [answer], None)
     assert (facts["recomputed"], facts["recompute_ms"]) == ([[[0, 2]], [[2, 4]]], 4.0)
+    (other,) = facts["candidates"]
+    assert (other["recomputed"], other["checkpoint"]) == ([[[0, 2]], [[2, 4]]], mode)
     assert facts["checkpoint"] == mode
     out = io.StringIO()
     Console(file=out, width=100).print(plan_table(asked, answer, [], None))
