@@ -1,6 +1,5 @@
 """For how many rows does the graph hold? Forward may go by that: `if len(x) > 4`."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +9,7 @@ from fxpipe.capture.calls import CallCheck
 from fxpipe.capture.check import Check, Checked
 from fxpipe.capture.sizes import Sizes, resized
 from fxpipe.errors import InputError
-from fxpipe.runtime.sizes import holds
+from fxpipe.runtime.fit import unmet
 
 _MOST = 2  # times the traced rows: more may be too many for this machine
 
@@ -26,16 +25,16 @@ def with_rows_known(
     """
     rows = _Rows(sizes, check, found, tensors)
     batch = sizes.values["batch"]
-    others = [*range(2, _MOST * batch + 1), 1]
     kept = []
     for condition in sizes.conditions:
-        unmet: int | None = None
-        if re.search(r"\bbatch\b", condition):
-            unmet = next((n for n in others if not rows.meet(condition, n)), None)
-        if unmet is None or rows.agree(unmet) is False:
+        broken = unmet([condition], sizes.values, range(1, _MOST * batch + 1))
+        if broken is None or rows.agree(broken[1]["batch"]) is False:
             kept.append(condition)
-    few = 1 if rows.agree(1) is not None else 2
-    if few < batch and rows.agree(few) is False and all(rows.meet(c, few) for c in kept):
+    few = 1
+    agree = rows.agree(few)
+    if agree is None:
+        few, agree = 2, rows.agree(2)
+    if agree is False and few < batch and unmet(kept, sizes.values, [few]) is None:
         enough = batch
         while enough - few > 1:
             n = (few + enough) // 2
@@ -52,10 +51,6 @@ class _Rows:
     check: Check | CallCheck
     found: Checked
     tensors: Sequence[Tensor]
-
-    def meet(self, condition: str, n: int) -> bool:
-        """Whether n rows do."""
-        return holds(condition, {**self.sizes.values, "batch": n})
 
     def agree(self, n: int) -> bool | None:
         """Whether graph and model do on n rows; None if the model by itself does not take them."""

@@ -47,10 +47,11 @@ def nearest_named(problem: SearchProblem, than_ms: float) -> list[Schedule]:
     """
     near = []
     for name, table in named_tables(problem.chain, problem.n_devices, problem.n_microbatches):
-        step_ms = _on_equal_cuts(problem, table, CheckpointMode.NEVER).step_ms
         few = len(problem.chain.blocks) * table.n_stages <= _AT_ONCE
-        asked = table.n_stages // problem.n_devices in problem.loops
-        if few and asked and step_ms < than_ms * (1 + _NEAR):
+        if not few or table.n_stages // problem.n_devices not in problem.loops:
+            continue
+        step_ms = _on_equal_cuts(problem, table, CheckpointMode.NEVER).step_ms
+        if step_ms < than_ms * (1 + _NEAR):
             near.append((step_ms, name, table))
     return [table for *_, table in sorted(near, key=lambda one: one[:2])]
 
