@@ -112,9 +112,7 @@ PRIVATE = {
     "torch._dynamo.variables.nn_module.record_nn_module_stack": "capture/rules.py",
     "torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable": "capture/formals.py",
     "torch.Tensor._backward_hooks": "capture/refuse.py, runtime/weight_gradients.py",
-    "torch.Tensor._post_accumulate_grad_hooks": (
-        "capture/check.py, capture/refuse.py, runtime/weight_gradients.py"
-    ),
+    "torch.Tensor._post_accumulate_grad_hooks": ("capture/check.py, runtime/weight_gradients.py"),
     "torch.nn.Module._apply": (
         "precision.py, runtime/distributed/engine.py, runtime/weights/original.py"
     ),

@@ -13,6 +13,7 @@ from fxpipe.capture.names import attribute
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.ir import Op, SourceLine, own_storage
 from fxpipe.memory import storage_of
+from fxpipe.runtime.weight_gradients import has_hooks
 from fxpipe.runtime.weights.original import is_added
 
 
@@ -26,7 +27,7 @@ def refuse_lazy(model: nn.Module) -> None:
 def refuse_hooks(model: nn.Module) -> None:
     """Raise CaptureError if a parameter has a hook, or a module one for its backward."""
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if has_hooks(parameter):
             raise CaptureError(
                 f"the parameter {name!r} has a hook, which a package can't hold: register it on "
                 f"the pipeline's, pipe.get_parameter({name!r}), and leave it out of the model"

@@ -15,6 +15,7 @@ from fxpipe.errors import InputError
 from fxpipe.runtime.memory import Memory
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.swapping import swapped
+from fxpipe.runtime.weight_gradients import has_hooks
 
 # A stage, and the name under which it uses the parameter.
 Use = tuple[Stage, str]
@@ -60,7 +61,7 @@ def collected(
     if a hook would see that sum, and not the gradients of each micro-batch.
     """
     owners = [parameters[tie.owner] for tie in ties]
-    hooked = {t.owner: None for t, p in zip(ties, owners, strict=True) if _has_hooks(p)}
+    hooked = {t.owner: None for t, p in zip(ties, owners, strict=True) if has_hooks(p)}
     if hooked:
         raise InputError(
             f"stages of several devices share {', '.join(hooked)}, and a hook on it would get the "
@@ -79,10 +80,6 @@ def collected(
     for owner, leaf in zip(owners, leaves, strict=True):
         if leaf.grad is not None:
             torch.autograd.backward([owner], [leaf.grad.to(owner.device)])
-
-
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 @contextmanager

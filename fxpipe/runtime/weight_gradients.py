@@ -153,5 +153,11 @@ def _are(weights: Sequence[Tensor], *leaves: Tensor | None) -> bool:
 
 def _is_plain(weight: Tensor) -> bool:
     """Whether nothing sees its gradient before it is added."""
-    watched = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
-    return type(weight) in (nn.Parameter, Tensor) and not watched and not weight.is_complex()
+    plain = type(weight) in (nn.Parameter, Tensor) and not weight.is_complex()
+    return plain and not has_hooks(weight)
+
+
+def has_hooks(weight: Tensor) -> bool:
+    """Whether a hook sees its gradient, before or after it is added."""
+    after = getattr(weight, "_post_accumulate_grad_hooks", None)
+    return bool(weight._backward_hooks or after)
