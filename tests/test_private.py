@@ -102,11 +102,17 @@ PRIVATE = {
     "torch._dynamo.symbolic_convert.InliningInstructionTranslator.inline_call_": (
         "capture/formals.py"
     ),
+    "torch._dynamo.symbolic_convert.InliningGeneratorInstructionTranslator.dispatch_table": (
+        "capture/texts.py"
+    ),
+    "torch._dynamo.symbolic_convert.InstructionTranslatorBase.BUILD_STRING": "capture/texts.py",
     "torch._dynamo.symbolic_convert.SpeculationLog.clear": "capture/frame.py",
     "torch._dynamo.side_effects.SideEffects.has_pending_mutation_of_attr": "capture/formals.py",
     "torch._dynamo.side_effects.SideEffects.load_cell": "capture/formals.py",
     "torch._dynamo.variables.CellVariable": "capture/formals.py",
     "torch._dynamo.variables.lazy.LazyVariableTracker.is_realized": "capture/formals.py",
+    "torch._dynamo.variables.lazy.LazySymNodeFormatString": "capture/texts.py",
+    "torch._dynamo.variables.misc.StringFormatVariable": "capture/texts.py",
     "torch._dynamo.variables.lists.BaseListVariable": "capture/formals.py",
     "torch._dynamo.variables.misc.NumpyVariable.call_function": "capture/numpy_numbers.py",
     "torch._dynamo.variables.nn_module.record_nn_module_stack": "capture/rules.py",

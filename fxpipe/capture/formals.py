@@ -79,7 +79,7 @@ def _held(tracer: Any, variable: Any) -> Any:
     from torch._dynamo.variables import CellVariable
 
     side_effects = tracer.output.side_effects
-    if not isinstance(variable, CellVariable):
+    if not isinstance(_known(variable), CellVariable):
         return variable
     if not side_effects.has_pending_mutation_of_attr(variable, "cell_contents"):
         return variable  # a variable that nothing is assigned to yet

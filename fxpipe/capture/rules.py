@@ -14,7 +14,16 @@ from fxpipe.capture.causal import causal_masks_known
 from fxpipe.capture.dtype_reads import dtypes_read
 from fxpipe.capture.formals import noted_formals
 from fxpipe.capture.numpy_numbers import functions_of_numbers
+from fxpipe.capture.texts import texts_left_open
 from fxpipe.ops.constants import same
+
+_CHECKS = (
+    torch._check,
+    torch._check_index,
+    torch._check_value,
+    torch._check_type,
+    torch._check_not_implemented,
+)
 
 
 @contextmanager
@@ -56,6 +65,8 @@ def more_rules() -> Iterator[None]:
         """`generator=None` is the default, which `torch.randn` takes with open sizes alone."""
         if self.value is torch.detach_:
             return args[0].call_method(tx, "detach_", args[1:], kwargs)
+        if self.value in _CHECKS:  # no graph holds their messages
+            return call(self, tx, args[:1], {k: v for k, v in kwargs.items() if k != "message"})
         given = {k: v for k, v in kwargs.items() if not (k == "generator" and _is(v, None))}
         return call(self, tx, args, given)
 
@@ -84,6 +95,7 @@ def more_rules() -> Iterator[None]:
         causal_masks_known(),
         dtypes_read(),
         functions_of_numbers(),
+        texts_left_open(),
         _calls_counted(),
         _handlers_apart(),
         _segments_opened(),
