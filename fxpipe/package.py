@@ -28,6 +28,14 @@ class Package:
     emitted: PackageFiles
     timings: Mapping[str, float]
 
+    def __repr__(self) -> str:
+        """A line: its fields are a model, its graph and its costs, which fill a screen each."""
+        plan = self.manifest
+        return (
+            f"<package of {plan.model}: {len(plan.stages)} stages, {plan.microbatches} "
+            f"micro-batches, {plan.schedule}>"
+        )
+
     @property
     def files(self) -> Mapping[str, str]:
         """The text of each file by name, but for plan.json, which is the manifest."""

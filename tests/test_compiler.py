@@ -448,6 +448,11 @@ def test_settings_that_do_not_exist_are_told_at_once_and_before_the_work():
     ]
 
 
+def test_a_package_is_told_in_a_line():
+    package = compile_flat(models.Chain(), (torch.randn(8, 6),), devices=2, microbatches=4)
+    assert repr(package) == "<package of Chain: 2 stages, 4 micro-batches, 1f1b>"
+
+
 def test_a_package_of_ours_is_replaced_whole(tmp_path):
     out = package_of_chain().write(tmp_path / "out")
     three = compile_flat(models.Skip(), (torch.randn(8, 6),), devices="cpu*3", microbatches=2)
