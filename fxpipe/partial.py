@@ -114,7 +114,7 @@ def _watched(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     paths = {id(module): path for path, module in model.named_modules() if path}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():  # as torch.cond does with its branches
+        if torch.compiler.is_dynamo_compiling():  # as torch.cond does with its branches
             return
         try:
             given = bind(module, args, kwargs)[1]

@@ -19,6 +19,7 @@ SETATTR = (
 )
 PRIVATE = {
     "torch._dynamo.functional_export._dynamo_graph_capture_for_export": "capture/dynamo.py",
+    "torch._dynamo.convert_frame.compile_lock": "runtime/random.py",
     "torch._dynamo.guards.build_guard_function": "capture/dynamo.py",
     "torch._dynamo.trace_rules.is_callable_allowed": "capture/rules.py",
     "torch._dynamo.variables.misc.produce_trampoline_autograd_apply": "capture/dynamo.py",

@@ -4,10 +4,12 @@ Micro-batch i draws what the plain model would after `torch.manual_seed(seeds[i]
 random numbers goes with it from stage to stage.
 """
 
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +48,7 @@ class Numbers:
     def __init__(self, start: RandomStream) -> None:
         self.end = start
         self._before: list[tuple[torch.device, torch.Generator, Tensor]] = []
+        self._held = ExitStack()
 
     @property
     def taken(self) -> bool:
@@ -54,8 +57,9 @@ class Numbers:
 
     def take(self, devices: Sequence[torch.device]) -> None:
         """Let the generators of `devices` go on from `end`; nobody else draws until `give_back`."""
-        LOCK.acquire()
+        self._held.enter_context(LOCK)
         try:
+            self._held.enter_context(_no_compiler())
             for device in devices:
                 generator = stream.generator(device)
                 self._before.append((device, generator, generator.get_state()))
@@ -74,7 +78,16 @@ class Numbers:
                 _, generator, before = self._before.pop()
                 generator.set_state(before)
         finally:
-            LOCK.release()
+            self._held.close()
+
+
+def _no_compiler() -> AbstractContextManager[Any]:
+    """Let no other thread compile: torch then puts back the generators as they stood before.
+
+    Private to torch: tests/test_private.py.
+    """
+    frames = sys.modules.get("torch._dynamo.convert_frame")  # there where something compiles
+    return getattr(frames, "compile_lock", nullcontext())
 
 
 _BORROWED: list[tuple[Numbers, Sequence[torch.device]]] = []  # at most one

@@ -33,7 +33,8 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     nothing twice. Outside of a pipeline, and in what torch.compile makes, this is torch's own
     checkpoint. Raises StageError, in backward, where the part does not compute the same again.
     """
-    forward = None if torch.compiler.is_compiling() else _THREAD.forward
+    # Whether Dynamo traces this: `is_compiling` is true on all lanes while one of them compiles.
+    forward = None if torch.compiler.is_dynamo_compiling() else _THREAD.forward
     if forward is None:
         own = [list(arg) if isinstance(arg, list) else arg for arg in args]  # lists may grow
         return torch_checkpoint(function, *own, use_reentrant=False)

@@ -1,16 +1,18 @@
 """Random numbers belong to the micro-batch, whatever the stages, the schedule and recomputation."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.convert_frame import compile_lock
 from torch.nn import functional as F
 from toys import CHAIN, MODES, NOISY, SCHEDULES, both, mean_loss, same
 
 from fxpipe.runtime import drawing as drawing_module
 from fxpipe.runtime.drawing import Draws, drawing
-from fxpipe.runtime.random import RandomStream, microbatch_seeds
+from fxpipe.runtime.random import Numbers, RandomStream, microbatch_seeds
 
 CPU = torch.device("cpu")
 
@@ -272,3 +274,21 @@ def test_two_blocks_of_one_thread_draw_each_from_its_own():
         found = module(x)
     assert torch.equal(found, expected)
     assert not torch.equal(other, expected)
+
+
+def test_nothing_is_compiled_on_another_lane_while_one_draws():
+    """It puts torch's generators back as they stood when it began, in the middle of the draw."""
+    numbers = Numbers(RandomStream(7))
+    with ThreadPoolExecutor(1) as lane:
+
+        def can_compile():
+            free = compile_lock.acquire(blocking=False)
+            if free:
+                compile_lock.release()
+            return free
+
+        numbers.take([CPU])
+        assert not lane.submit(can_compile).result()
+        assert can_compile()  # as a compiled loss does where it draws itself
+        numbers.give_back()
+        assert lane.submit(can_compile).result()

@@ -267,3 +267,12 @@ def test_another_computation_than_before_is_an_error(stage, x):
         y = checkpoint(changing, x)
     with pytest.raises(StageError, match=r"changing .* needs 2 tensors, computed again it has 1"):
         y.sum().backward()
+
+
+def test_it_is_not_torchs_while_another_lane_compiles(stage, x, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)  # which all lanes see
+    monkeypatch.setattr("fxpipe.runtime.segment.torch_checkpoint", None)
+    expected = expected_gradients(stage, x)
+    with running(stage):
+        stage(x).sum().backward()
+    torch.testing.assert_close(gradients(stage, x), expected, rtol=0, atol=0)
