@@ -4,7 +4,8 @@ No values can be compared. But both run on fake tensors, and there what each op 
 called with can be: dtypes, shapes, strides, constants, and which tensors it reads.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from fxpipe.capture.dynamo import FlatModel
 from fxpipe.capture.observe import Observer
 from fxpipe.capture.refuse import refuse_writes
 from fxpipe.capture.shared import merge_ops
-from fxpipe.errors import InputError
+from fxpipe.errors import CaptureError, FxpipeError, InputError
 from fxpipe.memory import Faked, faked, storage_of
 from fxpipe.ops.interpret import DTYPE, TRAINING, model_dtype, run_graph
 from fxpipe.runtime.leaves import in_mode, places
@@ -38,25 +39,18 @@ class CallCheck:
 
     def run(self) -> Checked:
         """Both modes. Raises InputError if the model by itself fails in train mode, and
-        CaptureError if forward writes a parameter.
+        CaptureError if the graph does or forward writes a parameter.
         """
-        modes = [(module, module.training) for module in self.flat.modules()]
-        try:
-            with faked(self.flat) as fake:
-                try:
-                    ops, trains = self._compare(fake, training=True)
-                except RuntimeError as error:
-                    raise InputError(
-                        f"the model by itself can't be run on these inputs: {error}"
-                    ) from error
-                refuse_writes(ops.ops, self.state)
-                try:
-                    others, evaluates = self._compare(fake, training=False)
-                except (InputError, RuntimeError, ValueError):  # another output in eval mode
-                    others, evaluates = ops, False
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with self._modes_kept(), faked(self.flat) as fake:
+            try:
+                ops, trains = self._compare(fake, training=True)
+            except RuntimeError as error:
+                raise CaptureError(f"the captured graph fails in train mode: {error}") from error
+            refuse_writes(ops.ops, self.state)
+            try:
+                others, evaluates = self._compare(fake, training=False)
+            except (InputError, RuntimeError, ValueError):  # another output in eval mode
+                others, evaluates = ops, False
         merged = merge_ops(self.graph, self.modules, self.state, ops.ops, others.ops)
         return Checked(merged, trains, evaluates, evaluates)
 
@@ -67,14 +61,41 @@ class CallCheck:
         self.flat.train(training)
         with fake.mode, torch.set_grad_enabled(training):
             attributes = {**state, TRAINING: training, DTYPE: model_dtype(self.flat)}
-            expected, given = fake.copies(self.inputs), fake.copies(self.inputs)
+            given = fake.copies(self.inputs)
 
             def run() -> list[Tensor]:
                 made = run_graph(self.graph, self.modules, attributes, given, observer)
                 return [made[place] for place in places(in_mode(self.outputs, training))]
 
-            same = calls_of(lambda: self.flat(*expected)) == calls_of(run)
+            same = self._plain(fake) == calls_of(run)
         return observer, same
+
+    def plain(self) -> None:
+        """Run the model by itself in train mode. Raises InputError if it fails."""
+        with self._modes_kept(), faked(self.flat) as fake, fake.mode:
+            self.flat.train()
+            self._plain(fake)
+
+    def _plain(self, fake: Faked) -> list[Any]:
+        """What the model by itself calls, in the mode that it is in."""
+        inputs = fake.copies(self.inputs)
+        try:
+            return calls_of(lambda: self.flat(*inputs))
+        except FxpipeError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"the model by itself can't be run on these inputs: {error}"
+            ) from error
+
+    @contextmanager
+    def _modes_kept(self) -> Iterator[None]:
+        modes = [(module, module.training) for module in self.flat.modules()]
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
 
 def calls_of(run: Callable[[], Sequence[Tensor]]) -> list[Any]:

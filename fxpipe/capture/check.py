@@ -1,7 +1,7 @@
 """The numeric check: does the graph compute what the model does? On real data, gradients too.
 
 Tracing can go wrong in silence (a buffer assigned anew, a mode baked in), so every capture is run
-against the model at another batch size than the traced one, in train and eval mode.
+against the model at another batch size than the traced one, in train and eval mode: other_rows.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -74,15 +74,8 @@ class Check:
         """Both modes. Raises CaptureError if the two differ in train mode or forward writes a
         parameter, and InputError if the model by itself fails.
         """
+        expected = self.plain()
         training = Observer(self.modules, self.state)
-        try:
-            expected = self._plain(training=True)
-        except FxpipeError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"the model by itself can't be trained on these inputs: {error}"
-            ) from error
         try:
             found = self._captured(True, training)
         except RuntimeError as error:
@@ -109,6 +102,17 @@ class Check:
             )
         ops = merge_ops(self.graph, self.modules, self.state, training.ops, evaluation.ops)
         return Checked(ops, True, agrees, identical)
+
+    def plain(self) -> Result:
+        """What the model by itself does in train mode. Raises InputError if it fails."""
+        try:
+            return self._plain(training=True)
+        except FxpipeError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"the model by itself can't be trained on these inputs: {error}"
+            ) from error
 
     def _differentiates_in_eval(self) -> bool:
         """Whether gradients are the model's in eval mode too, which `no_grad` may be in or not."""

@@ -15,32 +15,33 @@ _MOST = 2  # times the traced rows: more may be too many for this machine
 
 
 def with_rows_known(
-    sizes: Sizes, check: Check | CallCheck, found: Checked, tensors: Sequence[Tensor]
+    sizes: Sizes, check: Check | CallCheck, found: Checked, tensors: Sequence[Tensor], step: int
 ) -> Sizes:
     """What a trace of `tensors` says, with conditions on rows where numbers hang on them alone.
 
-    Graph and model are compared where such a condition is not met, and on one row, or two: tracing
-    takes for granted that there is not one, and of comparisons with numbers it keeps none that
-    others imply, by which a kernel was chosen. `found` is what `check` gave.
+    The model takes multiples of `step` rows alone. Graph and model are compared where a condition
+    is not met, and on one step, or two: tracing takes for granted that there is not one row, and of
+    comparisons with numbers it keeps none that others imply, by which a kernel was chosen. `found`
+    is what `check` gave.
     """
     rows = _Rows(sizes, check, found, tensors)
     batch = sizes.values["batch"]
-    kept = []
+    kept = [f"batch % {step} == 0"] if step > 1 else []
     for condition in sizes.conditions:
-        broken = unmet([condition], sizes.values, range(1, _MOST * batch + 1))
+        broken = unmet([condition], sizes.values, range(step, _MOST * batch + 1, step))
         if broken is None or rows.agree(broken[1]["batch"]) is False:
             kept.append(condition)
-    few = 1
+    few = step
     agree = rows.agree(few)
     if agree is None:
-        few, agree = 2, rows.agree(2)
+        few, agree = 2 * step, rows.agree(2 * step)
     if agree is False and few < batch and unmet(kept, sizes.values, [few]) is None:
         enough = batch
-        while enough - few > 1:
-            n = (few + enough) // 2
+        while enough - few > step:
+            n = (few + enough) // (2 * step) * step
             few, enough = (n, enough) if rows.agree(n) is False else (few, n)
         kept.append(f"batch > {few}")
-    return replace(sizes, conditions=tuple(kept))
+    return replace(sizes, conditions=tuple(dict.fromkeys(kept)))
 
 
 @dataclass(frozen=True, slots=True)

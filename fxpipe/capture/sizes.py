@@ -80,12 +80,12 @@ def together(traces: Sequence[Sizes]) -> Sizes:
     return replace(traces[0], conditions=tuple(kept))
 
 
-def elsewhere(sizes: Sizes) -> dict[str, int]:
+def elsewhere(sizes: Sizes, rows: int) -> dict[str, int]:
     """Other values than the traced ones for all sizes, near them and like them in what they meet.
 
-    Raises CaptureError if none are found near.
+    `rows` is the batch's. Raises CaptureError if none are found near.
     """
-    found = dict(sizes.values) | {"batch": sizes.values["batch"] + 1}
+    found = dict(sizes.values) | {"batch": rows}
     for name, traced in sizes.values.items():
         if name == "batch":
             continue

@@ -15,11 +15,13 @@ from fxpipe.capture.dynamo import FlatModel, dynamo_graph
 from fxpipe.capture.functions import Functions
 from fxpipe.capture.graph import own_graph
 from fxpipe.capture.modes import depends_on_mode, forget_eval, merge_modes
+from fxpipe.capture.multiples import write_multiples
 from fxpipe.capture.names import ModelNames, model_names
+from fxpipe.capture.other_rows import compare_elsewhere
 from fxpipe.capture.region import Region
 from fxpipe.capture.rows import with_rows_known
 from fxpipe.capture.simplify import simplify
-from fxpipe.capture.sizes import Sizes, describe_sizes, elsewhere, resized, together
+from fxpipe.capture.sizes import Sizes, describe_sizes, together
 from fxpipe.capture.stock_calls import call_stock_modules
 from fxpipe.errors import CaptureError
 from fxpipe.memory import faked, lacks_memory
@@ -109,14 +111,10 @@ def _trace(
         if "eval" in outputs:
             more, outputs = merge_modes(graph, flat, tensors, trace)
             modules.update(more)
-    there = elsewhere(sizes[0])
-    given = resized(tensors, sizes[0], there)
-    check: Check | CallCheck
-    if memoryless:
-        check = CallCheck(flat, graph, modules, names.state, given, outputs)
-    else:
-        check = Check(flat, graph, modules, names.state, given, outputs)
-    found = check.run()
+    kind = CallCheck if memoryless else Check
+    here = kind(flat, graph, modules, names.state, tensors, outputs)
+    compared = compare_elsewhere(here, sizes[0], inputs, batched)
+    check, found, step = compared.check, compared.found, compared.step
     by_mode = "eval" not in flat.outputs and (
         not found.identical_in_eval or (not memoryless and depends_on_mode(graph, found.ops))
     )
@@ -127,16 +125,19 @@ def _trace(
     if (not memoryless and simplify(graph, found.ops)) or by_mode:
         found = check.run()
     evaluates = found.agrees_in_eval and ("eval" in outputs) == ("eval" in flat.outputs)
-    if len(there) > 1 and not evaluates:
+    if len(sizes[0].values) > 1 and not evaluates:
         raise CaptureError("eval mode may not leave open what train mode does")
     if not evaluates:
         outputs = forget_eval(graph, outputs)
+    if step > 1:
+        write_multiples(graph, step)
+    check = replace(check, outputs=outputs)
     return Traced(
         graph,
         modules,
         names,
         functions,
-        with_rows_known(together(sizes), replace(check, outputs=outputs), found, tensors),
+        with_rows_known(together(sizes), check, found, tensors, step),
         outputs,
         found,
         evaluates,

@@ -57,7 +57,7 @@ def misfits(manifest: Manifest, tensors: Sequence[Tensor], rows: Sequence[int]) 
         condition, found = broken
         named = ", ".join(f"{name} {n}" for name, n in found.items())
         of = " in each micro-batch" if "batch" in found else ""
-        how = ": compile it again with such a batch" if of else ""
+        how = ": give other rows, or compile it again with such a batch" if of else ""
         yield f"the model was compiled for inputs where {condition}{of}, found {named}{how}"
 
 

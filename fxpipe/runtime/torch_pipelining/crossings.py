@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError
+from fxpipe.runtime.fit import unmet
 from fxpipe.runtime.manifest import Manifest, TensorSpec
 from fxpipe.runtime.portal import CALLER, Wire, Wires
-from fxpipe.runtime.sizes import holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,13 @@ def sizes_of_microbatch(manifest: Manifest, sizes: Mapping[str, int]) -> dict[st
             f"torch.distributed.pipelining needs: give batch={-(-max(batch, 1) // m) * m}"
         )
     known["batch"] = batch // m
-    unmet = [condition for condition in manifest.conditions if not holds(condition, known)]
-    if unmet:
-        raise InputError(f"the model was compiled for inputs where {', '.join(unmet)}")
+    broken = unmet(manifest.conditions, known, [known["batch"]])
+    if broken is not None:
+        condition, found = broken
+        raise InputError(
+            f"the model was compiled for inputs where {condition} in each micro-batch, found "
+            + ", ".join(f"{name} {n}" for name, n in found.items())
+        )
     return known
 
 

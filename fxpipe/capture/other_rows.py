@@ -1,0 +1,116 @@
+"""Which other number of rows than the traced one are graph and model compared on?
+
+One more, which most models take. Some take multiples of a number alone, as of rows that are pairs,
+and some no more rows than they were given.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from fxpipe.capture.calls import CallCheck
+from fxpipe.capture.check import Check, Checked
+from fxpipe.capture.places import user_place
+from fxpipe.capture.sizes import Sizes, elsewhere, resized
+from fxpipe.errors import CaptureError, InputError
+from fxpipe.runtime.sizes import holds
+
+_STEPS = 8  # tried at most: each costs two forwards of the model
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The check on other sizes than the traced ones, and what it found.
+
+    The model takes multiples of `step` rows alone, which divides the traced ones.
+    """
+
+    check: Check | CallCheck
+    found: Checked
+    step: int
+
+
+def compare_elsewhere(
+    check: Check | CallCheck, sizes: Sizes, inputs: Sequence[str], batched: Sequence[bool]
+) -> Compared:
+    """Run `check`, which has the traced inputs, on others.
+
+    Raises CaptureError if graph and model differ there, or the model takes no other number of rows,
+    and InputError if it fails on the traced inputs as well.
+    """
+    batch = sizes.values["batch"]
+    more = batch + 1
+    broken = [text for text in sizes.compared if not holds(text, {**sizes.values, "batch": more})]
+    alone = [k for k, is_batched in enumerate(batched) if not is_batched and check.inputs[k].dim()]
+    names = {str(sizes.shapes[k][0]) for k in alone} & sizes.values.keys()
+    if any(re.search(rf"\b{name}\b", text) for text in broken for name in names):
+        raise CaptureError("the rows of inputs that don't have the batch's can't be left open")
+    try:
+        return _compare(check, sizes, more, 1)
+    except (CaptureError, InputError) as error:
+        # With no comparison broken, other rows are not why the graph is wrong, or no size is near.
+        known = isinstance(error, CaptureError) and not broken
+        refusal = None if known else _refusal(check, sizes, more)
+        if refusal is None:
+            raise
+    first = inputs[list(batched).index(True)]
+    whole = {inputs[k]: len(check.inputs[k]) for k in alone if len(check.inputs[k]) > 1}
+    for rows, step in _others(batch, set(whole.values())):
+        if _refusal(check, sizes, rows) is None:
+            return _compare(check, sizes, rows, step)
+    check.plain()
+    raise CaptureError(
+        _one_number(type(check.flat.model).__name__, batch, first, whole, refusal)
+    ) from refusal
+
+
+def _compare(check: Check | CallCheck, sizes: Sizes, rows: int, step: int) -> Compared:
+    there = replace(check, inputs=resized(check.inputs, sizes, elsewhere(sizes, rows)))
+    return Compared(there, there.run(), step)
+
+
+def _refusal(check: Check | CallCheck, sizes: Sizes, rows: int) -> InputError | None:
+    """Why the model by itself does not take so many rows, all other sizes as they were traced."""
+    try:
+        replace(check, inputs=resized(check.inputs, sizes, {**sizes.values, "batch": rows})).plain()
+    except InputError as error:
+        return error
+    return None
+
+
+def _others(batch: int, whole: set[int]) -> Iterator[tuple[int, int]]:
+    """Other numbers of rows than one more, and the step that the model has if it takes them.
+
+    That it takes fewer alone says of no step. Not tried are numbers that stand to the rows of an
+    input that goes whole to each micro-batch as the batch does, as `texts.view(len(images), -1)`
+    would take them: of pieces of the batch that computes something else.
+    """
+
+    def related(rows: int) -> bool:
+        return any(rows % n == 0 or n % rows == 0 for n in whole)
+
+    divisors = (n for n in range(1, batch + 1) if batch % n == 0)
+    for step in islice(divisors, _STEPS):
+        for rows in (batch + step, batch - step):
+            if 1 < rows != batch + 1 and not (related(batch) and related(rows)):
+                yield rows, step if rows > batch else 1
+
+
+def _one_number(
+    model: str, batch: int, first: str, whole: Mapping[str, int], refusal: InputError
+) -> str:
+    error = refusal.__cause__ or refusal
+    message = (
+        f"{model}.forward takes {batch} rows but not {batch + 1}: it fails {user_place(error)}\n"
+        f"{type(error).__name__}: {error}\n"
+        "A pipeline cuts the batch into micro-batches of fewer rows. For the batch it takes "
+        f"dimension 0 of {first!r}"
+    )
+    if not whole:
+        return f"{message}: write forward so that it takes other numbers of rows."
+    others = ", ".join(f"{name!r} ({n} rows)" for name, n in whole.items())
+    return (
+        f"{message}; {others} would go whole to each micro-batch. Give inputs that belong together "
+        "as many rows, as [batch, 2, ...] in place of [2 * batch, ...], which forward can flatten."
+    )
