@@ -15,7 +15,7 @@ from fxpipe.codegen.emit import emit
 from fxpipe.costing import priced
 from fxpipe.costs.capacity import capacities
 from fxpipe.costs.criterion import Loss
-from fxpipe.costs.first_microbatch import check_rows
+from fxpipe.costs.first_microbatch import check_rows, fitting
 from fxpipe.costs.optimizer import Optimizer, optimizer_of
 from fxpipe.costs.topology import network_of
 from fxpipe.errors import CaptureError, PlanError
@@ -121,7 +121,7 @@ def compile(
                 raise
             part = largest_part(model, args, kwargs or {}, error)
             model, args, kwargs, captured = part.module, (), part.given, part.capture
-    counts = tuple(count for count in counts if count <= captured.batch) or counts[:1]
+    counts = fitting(captured, counts)
     table = tables[counts[0]]
     # Of one that is searched, each device has a stage at least.
     check_blocks(captured, table.n_stages if table else len(lanes) * (loops or 1))

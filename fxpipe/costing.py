@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from fxpipe.capture import capture as capture_model
 from fxpipe.capture import flat_inputs
 from fxpipe.costs.criterion import Criterion, Loss
-from fxpipe.costs.first_microbatch import check_sizes
+from fxpipe.costs.first_microbatch import check_sizes, fitting
 from fxpipe.ir import Capture, Profile
 from fxpipe.passes.analytic import analytic
 from fxpipe.passes.profile import profile as profile_ops
@@ -26,12 +26,13 @@ def costed(
     loss: Loss | None,
     profile: Profile | str | None,
     progress: Callable[[str], None],
-) -> tuple[Capture, list[Profile]]:
+) -> tuple[Capture, dict[int, Profile]]:
     """What `compile` plans by: the graph of `model`, and the costs of its ops, loss and links.
 
-    These are of each of the `counts` of micro-batches. They are measured here on `devices`, or
-    those of a `profile` that fits, or, where that is text such as `analytic:h100`, worked out for
-    that device. Raises PlanError if there are more devices than blocks.
+    These are of each of the `counts` of micro-batches that the graph holds for. They are measured
+    here on `devices`, or those of a `profile` that fits, or, where that is text such as
+    `analytic:h100`, worked out for that device. Raises PlanError if there are more devices than
+    blocks, and InputError if the graph holds for none of the counts.
     """
     check_costs(model, profile)
     progress("capture")
@@ -39,7 +40,10 @@ def costed(
     check_blocks(captured, len(devices))
     progress("profile")
     inputs = flat_inputs(model, args, kwargs)
-    costs = [priced(captured, model, inputs, profile, n, devices, loss) for n in counts]
+    costs = {
+        count: priced(captured, model, inputs, profile, count, devices, loss)
+        for count in fitting(captured, counts)
+    }
     return captured, costs
 
 

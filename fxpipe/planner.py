@@ -67,7 +67,7 @@ def model_questions(
     costs: Profile | str | None,
     optimizer: str,
 ) -> list[Question]:
-    """A model's in each of these counts of micro-batches.
+    """A model's in each of these counts of micro-batches that it takes.
 
     Its ops are measured here unless `costs` tell what they take.
     """
@@ -87,7 +87,7 @@ def model_questions(
             progress=progress,
         )
         progress("linearize")
-        chains = [linearize(captured, priced) for priced in profiles]
+        chains = [linearize(captured, priced) for priced in profiles.values()]
     return [
         Question(
             chain=chain,
@@ -99,7 +99,7 @@ def model_questions(
             processors=priced.on_processors,
             hosts=Hosts.of(priced.launch),
         )
-        for count, priced, chain in zip(counts, profiles, chains, strict=True)
+        for (count, priced), chain in zip(profiles.items(), chains, strict=True)
     ]
 
 

@@ -6,6 +6,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import CaptureError, InputError
+from fxpipe.runtime.torch_pipelining.crossings import sizes_of_microbatch
 
 
 class Between(nn.Module):
@@ -156,6 +157,13 @@ def test_calls_whose_microbatches_are_no_multiples_are_refused(tmp_path):
     pipe.eval()
     with pytest.raises(InputError, match=says):
         pipe(rows(13))
+    with pytest.raises(InputError, match="where batch % 2 == 0 in each micro-batch, found batch 1"):
+        sizes_of_microbatch(pipe.manifest, {"batch": 3})
+
+
+def test_numbers_of_microbatches_that_cut_groups_are_not_chosen():
+    package = compiled(Pairs(), torch.randn(12, 8), microbatches="auto")
+    assert {one.microbatches for one in package.manifest.candidates} == {2}
 
 
 def test_groups_that_are_few_are_tried_as_well():

@@ -54,7 +54,7 @@ def profile_command(
         model = loaded.build() if profile is None else loaded.build_without_memory()
         inputs = loaded.inputs(batch, model)
         with Progress() as progress, loaded.running(f"{type(model).__name__}.forward"):
-            _, (found,) = costed(
+            _, costs = costed(
                 model,
                 inputs.args,
                 inputs.kwargs,
@@ -64,6 +64,7 @@ def profile_command(
                 profile=profile,
                 progress=progress,
             )
+        (found,) = costs.values()
         save_profile(found, out)
         answer(report_profile.profile_json(found), report_profile.profile_table(found))
         say(f"wrote {out}")

@@ -33,6 +33,17 @@ def check_sizes(capture: Capture, n_microbatches: int) -> None:
         )
 
 
+def fitting(capture: Capture, counts: Sequence[int]) -> tuple[int, ...]:
+    """Those `counts` of micro-batches that the graph holds for; the first, if for none."""
+    fit = (
+        count
+        for count in counts
+        if count <= capture.batch
+        and unmet(capture.conditions, capture.sizes, parts_of(capture.batch, count)) is None
+    )
+    return tuple(fit) or tuple(counts[:1])
+
+
 def microbatch(
     capture: Capture, inputs: Sequence[Tensor], n_microbatches: int, i: int
 ) -> list[Tensor]:
