@@ -17,6 +17,7 @@ from fxpipe.runtime import Pipeline, load
 from fxpipe.runtime.manifest import Manifest, TensorSpec
 from fxpipe.runtime.stream import Devices, synchronize
 from fxpipe.runtime.structure import rebuild
+from fxpipe.show import measured as traces
 from fxpipe.show import view
 from fxpipe.show.comparison import PEAK, STEP, Figure, compare, figures
 from fxpipe.show.texts import devices_text, ms_text
@@ -133,7 +134,7 @@ def _seconds(pipe: Pipeline, run: Callable[[], object]) -> float:
 def _traced(pipe: Pipeline, run: Callable[[], object], file: Path) -> View:
     with pipe.trace(file):
         run()
-    return view.measured(pipe.manifest, file)
+    return traces.measured(pipe.manifest, [file])
 
 
 def _notes(pipe: Pipeline, expected: View, ran: View, target: Target | None) -> Iterator[str]:

@@ -10,8 +10,12 @@ from fxpipe.cli.arguments import Json, Out, RunOn
 from fxpipe.errors import InputError
 
 TraceFile = Annotated[
-    Path | None,
-    typer.Option("--trace", metavar="FILE", help="A step that pipe.trace wrote, to show as well."),
+    list[Path] | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="A step that pipe.trace wrote, to show as well; once for each rank's file.",
+    ),
 ]
 
 
@@ -28,7 +32,7 @@ def timeline_command(
         from fxpipe.runtime.package import read
         from fxpipe.runtime.read_json import refuse_another
         from fxpipe.runtime.trace import TRACE, write
-        from fxpipe.show import view
+        from fxpipe.show import measured
         from fxpipe.show.timeline import draw
 
         if picture.suffix not in (".svg", ".png", ".json"):
@@ -36,11 +40,11 @@ def timeline_command(
         if picture.suffix == ".json":
             refuse_another(picture, *TRACE)
         manifest = read(out)
-        views = view.views(manifest, trace)
+        views = measured.views(manifest, trace)
         with whole_file(picture) as file:
             if picture.suffix == ".json":
-                measured = [event for found in views[1:] for event in found.events]
-                write(file, manifest.devices, manifest.estimate, measured)
+                ran = [event for found in views[1:] for event in found.events]
+                write(file, dict(enumerate(manifest.devices)), manifest.estimate, ran)
             else:
                 draw(views, file)
         say(f"wrote {picture}")
@@ -83,13 +87,13 @@ def report_command(
         from fxpipe.edits import edits
         from fxpipe.outputs import whole_file
         from fxpipe.runtime.package import read
+        from fxpipe.show import measured
         from fxpipe.show import page as pages
-        from fxpipe.show import view
 
         if page.suffix != ".html":
             raise InputError(f"{page} must end in .html, which is what is written")
         manifest = read(out)
-        views = view.views(manifest, trace)
+        views = measured.views(manifest, trace)
         with whole_file(page) as file:
             file.write_text(pages.page(manifest, edits(out), views), encoding="utf-8")
         say(f"wrote {page}")

@@ -13,8 +13,8 @@ from fxpipe.runtime.mailbox import Mailbox, Mirror, Outbox
 from fxpipe.runtime.memory import Memory
 from fxpipe.runtime.portal import CALLER, Wire, Wires, add_gradients, source_of
 from fxpipe.runtime.random import RandomStream
+from fxpipe.runtime.recorder import Recorder
 from fxpipe.runtime.stage import Stage
-from fxpipe.runtime.trace import Recorder
 from fxpipe.schedule import Action
 
 Key = tuple[str, Wire | None, int, int]

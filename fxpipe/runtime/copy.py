@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fxpipe.runtime import stream
 from fxpipe.runtime.memory import Memory
+from fxpipe.runtime.recorder import Recorder
 from fxpipe.runtime.stream import Device, Stream
-from fxpipe.runtime.trace import Recorder
 
 
 @dataclass(frozen=True, slots=True)

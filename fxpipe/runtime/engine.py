@@ -25,12 +25,12 @@ from fxpipe.runtime.manifest import Manifest, there
 from fxpipe.runtime.memory import Memory
 from fxpipe.runtime.portal import CALLER, Wire, Wires, source_of
 from fxpipe.runtime.random import RandomStream, microbatch_seeds
+from fxpipe.runtime.recorder import Trace
 from fxpipe.runtime.room import check_room
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import Device, Stream
 from fxpipe.runtime.structure import Structure
-from fxpipe.runtime.trace import Trace
 from fxpipe.runtime.transforms import refuse_transforms
 from fxpipe.runtime.turn import Turn
 from fxpipe.runtime.weights.original import Original

@@ -18,8 +18,8 @@ from fxpipe.runtime.end import LossFn
 from fxpipe.runtime.engine import Engine
 from fxpipe.runtime.graph import Graphs
 from fxpipe.runtime.memory import Memory
+from fxpipe.runtime.recorder import Trace
 from fxpipe.runtime.structure import rebuild
-from fxpipe.runtime.trace import Trace
 from fxpipe.runtime.weights.saving import Alone, save
 
 
@@ -126,7 +126,7 @@ class Pipeline(Engine):
         def use(found: Trace | None) -> None:
             self._trace = found
 
-        return Trace(path, self._devices, self._estimate, use)
+        return Trace(path, self._devices, self._manifest.estimate, use, self._first_lane)
 
     def memory(self) -> Memory:
         """The peak bytes of each device over a step: predicted, and measured in a `with` block.

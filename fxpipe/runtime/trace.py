@@ -1,29 +1,24 @@
 """One step as it ran beside the step as it was predicted, for ui.perfetto.dev and chrome://tracing.
 
-Each lane has a row of what it computes and one of what it copies to others. What a lane does is
-marked on the stream that does it, so on CUDA the times are the device's own, not the host's.
+Each lane has a row of what it computes and one of what it copies to others.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import InputError
-from fxpipe.runtime import stream
 from fxpipe.runtime.manifest import EstimateSpec
-from fxpipe.runtime.read_json import refuse_another
-from fxpipe.runtime.stream import Device, Mark, Stream
-from fxpipe.schedule import Action, Schedule
+from fxpipe.schedule import Action, Kind, Schedule
 
 COPY = "copy"
 LOSS = "loss"
 RECOMPUTE = "recompute"
 
-_EVENTS = "traceEvents"
+_EVENTS, _PART = "traceEvents", "otherData"  # as the format has them
 TRACE = _EVENTS, "trace of a step"  # what its JSON has, and what it is called
 
 Spans = Sequence[Sequence[tuple[float, float]]]
@@ -41,104 +36,17 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class _Marked:
-    lane: int
-    name: str
-    kind: str
-    start: Mark
-    end: Mark
+class Part:
+    """What a process has of a step over several.
 
-
-class Recorder:
-    """Marks what the lanes of one step do. Any lane's thread may record."""
-
-    def __init__(self, devices: Sequence[Device]) -> None:
-        self._devices = tuple(devices)
-        self._marked: list[_Marked] = []
-        self._starts: list[list[Mark]] = [[] for _ in devices]
-        # Events of different devices have no common clock: all begin idle, at one moment.
-        self._idle()
-        self._zeros = [self._now(lane) for lane in range(len(self._devices))]
-
-    @contextmanager
-    def span(self, lane: int, name: str, kind: str) -> Iterator[None]:
-        """The block, on the lane's own thread, is what it does as `name`."""
-        starts = self._starts[lane]
-        starts.append(self._now(lane))
-        yield
-        self._marked.append(_Marked(lane, name, kind, starts.pop(), self._now(lane)))
-
-    def arrived(self, lane: int) -> None:
-        """What the lane's span has waited for is there: it begins now."""
-        self._starts[lane][-1] = self._now(lane)
-
-    @contextmanager
-    def copying(self, lane: int, name: str, on: Stream) -> Iterator[None]:
-        """The block copies something of the lane's on the stream `on`."""
-        start = stream.mark(on)
-        yield
-        self._marked.append(_Marked(lane, name, COPY, start, stream.mark(on)))
-
-    def events(self) -> list[Event]:
-        """What was recorded, once all devices are done."""
-        self._idle()
-        return sorted(
-            (
-                Event(
-                    one.lane,
-                    one.name,
-                    one.kind,
-                    stream.ms_between(self._zeros[one.lane], one.start),
-                    stream.ms_between(self._zeros[one.lane], one.end),
-                )
-                for one in self._marked
-            ),
-            key=lambda event: (event.start_ms, -event.end_ms),
-        )
-
-    def _now(self, lane: int) -> Mark:
-        return stream.mark(stream.current_stream(self._devices[lane]))
-
-    def _idle(self) -> None:
-        for device in dict.fromkeys(self._devices):
-            stream.synchronize(device)
-
-
-class Trace:
-    """As a context, writes the last step of the block to `path`, beside that of `estimate`.
-
-    `use` is told what to record steps with, and at last that nothing is.
+    `step` is alike in all parts of one step of one replica, `replica` None if there is but one. The
+    part's times count from `zero_ms` of `clock`, which all processes of a machine read.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        devices: Sequence[Device],
-        estimate: EstimateSpec,
-        use: Callable[["Trace | None"], None],
-    ) -> None:
-        self._path = Path(path)
-        self._devices = tuple(devices)
-        self._estimate = estimate
-        self._use = use
-        self._last: Recorder | None = None
-
-    def recorder(self) -> Recorder:
-        """For a step that begins."""
-        self._last = Recorder(self._devices)
-        return self._last
-
-    def __enter__(self) -> None:
-        refuse_another(self._path, *TRACE)
-        self._use(self)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._use(None)
-        if kind is not None:
-            return
-        if self._last is None:
-            raise InputError("no step ran while it was to be traced: call pipe.step(...)")
-        write(self._path, [*map(str, self._devices)], self._estimate, self._last.events())
+    step: str
+    replica: int | None
+    clock: str
+    zero_ms: float
 
 
 def timeline_of(schedule: Schedule, spans: Spans) -> tuple[str, ...]:
@@ -182,18 +90,28 @@ def held(memory: Sequence[str]) -> list[list[tuple[float, int]]]:
 
 
 def write(
-    path: Path, lanes: Sequence[str], estimate: EstimateSpec, measured: Sequence[Event] = ()
+    path: Path,
+    lanes: Mapping[int, str],
+    estimate: EstimateSpec,
+    measured: Sequence[Event] = (),
+    part: Part | None = None,
 ) -> None:
-    """Write both steps as Trace Event JSON, each a process, with a row per lane of each.
+    """Write both steps of `lanes` as Trace Event JSON, each a process, with a row per lane of each.
 
-    What each device holds is a counter of the predicted one, whose critical path has a row too.
+    What each device holds is a counter of the predicted one, whose critical path has a row too. So
+    that files of the ranks of a step can be opened together, no row has the numbers of another.
     """
     events: list[dict[str, Any]] = []
-    foreseen = predicted(estimate.timeline)
-    for process, (name, found) in enumerate([("measured", measured), ("predicted", foreseen)]):
+    replica = None if part is None else part.replica
+    first, of = 2 * (replica or 0), "" if replica is None else f", replica {replica}"
+    foreseen = [event for event in predicted(estimate.timeline) if event.lane in lanes]
+    for process, name, found in (
+        (first, "measured", measured),
+        (first + 1, "predicted", foreseen),
+    ):
         if not found:
             continue
-        events.append(_named("process_name", process, 0, name=name))
+        events.append(_named("process_name", process, 0, name=name + of))
         events.append(_named("process_sort_index", process, 0, sort_index=process))
         rows: dict[int, str] = {}
         for event in found:
@@ -205,16 +123,53 @@ def write(
         for row, text in sorted(rows.items()):
             events.append(_named("thread_name", process, row, name=text))
             events.append(_named("thread_sort_index", process, row, sort_index=row))
-    critical = set(estimate.critical)
+    critical = [event for event in foreseen if event.name in set(estimate.critical)]
     if critical:
-        row = 2 * len(lanes)
-        events.append(_named("thread_name", 1, row, name="critical path"))
-        events.append(_named("thread_sort_index", 1, row, sort_index=row))
-        events += [_complete(event, 1, row) for event in foreseen if event.name in critical]
+        row = 2 * len(estimate.timeline)
+        events.append(_named("thread_name", first + 1, row, name="critical path"))
+        events.append(_named("thread_sort_index", first + 1, row, sort_index=row))
+        events += [_complete(event, first + 1, row) for event in critical]
     for lane, changes in enumerate(held(estimate.memory)):
-        events += [_counted(f"{lane}: {lanes[lane]} memory", *change) for change in changes]
-    text = json.dumps({_EVENTS: events, "displayTimeUnit": "ms"}, indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+        if lane in lanes:
+            name = f"{lane}: {lanes[lane]} memory"
+            events += [_counted(name, first + 1, *change) for change in changes]
+    whole: dict[str, Any] = {_EVENTS: events, "displayTimeUnit": "ms"}
+    if part is not None:
+        whole[_PART] = asdict(part)
+    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+def read(path: Path, n: int) -> tuple[list[Event], list[Event], Part | None]:
+    """What was measured of n lanes, what was predicted beside it, and of what it is a part.
+
+    Raises InputError if the file is none that `write` wrote.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        found = [event for event in data[_EVENTS] if event["ph"] == "X"]
+        measured, foreseen = (_read_events(found, process, n) for process in (0, 1))
+        return measured, foreseen, Part(**data[_PART]) if _PART in data else None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            f"{path} is no trace of a step: write one with pipe.trace({path.name!r})"
+        ) from error
+
+
+def _read_events(found: list[dict[str, Any]], process: int, n: int) -> list[Event]:
+    """A row for what a lane computes and one for its copies; any further one repeats some."""
+    if not {event["cat"] for event in found} <= {*Kind, RECOMPUTE, LOSS, COPY}:
+        raise ValueError("it has events of other kinds")
+    return [
+        Event(
+            int(event["tid"]) // 2,
+            str(event["name"]),
+            str(event["cat"]),
+            event["ts"] / 1e3,
+            (event["ts"] + event["dur"]) / 1e3,
+        )
+        for event in found
+        if event["pid"] % 2 == process and event["tid"] < 2 * n
+    ]
 
 
 def _complete(event: Event, process: int, row: int) -> dict[str, Any]:
@@ -229,8 +184,8 @@ def _complete(event: Event, process: int, row: int) -> dict[str, Any]:
     }
 
 
-def _counted(name: str, ms: float, n_bytes: int) -> dict[str, Any]:
-    return {"ph": "C", "name": name, "pid": 1, "ts": 1e3 * ms, "args": {"bytes": n_bytes}}
+def _counted(name: str, process: int, ms: float, n_bytes: int) -> dict[str, Any]:
+    return {"ph": "C", "name": name, "pid": process, "ts": 1e3 * ms, "args": {"bytes": n_bytes}}
 
 
 def _named(what: str, process: int, row: int, **args: object) -> dict[str, Any]:

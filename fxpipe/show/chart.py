@@ -78,21 +78,20 @@ def chart(views: Sequence[View]) -> Chart:
     width = max(view.step_ms for view in views)
     y = _AXIS
     for view in views:
-        title = f"{view.title}: {ms_text(view.step_ms)}, bubble {view.bubble:z.0%}"
-        labels.append(Label(y + _TITLE / 2, title, heading=True))
+        labels.append(Label(y + _TITLE / 2, view.heading, heading=True))
         y += _TITLE
-        for lane, device in enumerate(view.lanes):
-            top = y + _ROW * lane
-            labels.append(Label(top + _ROW / 2, f"{lane}: {device}"))
+        tops = {lane: y + _ROW * k for k, lane in enumerate(view.known)}
+        for lane, top in tops.items():
+            labels.append(Label(top + _ROW / 2, f"{lane}: {view.lanes[lane]}"))
             idle = Rectangle(0, top + _GAP / 2, view.step_ms, _ROW - _GAP, "#f0f0f0", "idle")
             rectangles.append(idle)
         for box in boxes(view):
-            rectangles.append(_rectangle(box, y + _ROW * box.lane))
+            rectangles.append(_rectangle(box, tops[box.lane]))
             if box.number:
-                numbers.append(_number(box, y + _ROW * box.lane))
+                numbers.append(_number(box, tops[box.lane]))
         if view.critical:
             lines.append(_critical(view, y))
-        y += _ROW * len(view.lanes)
+        y += _ROW * len(tops)
     if views[0].memory:
         labels.append(Label(y + _TITLE / 2, "predicted memory", heading=True))
         y += _TITLE

@@ -52,11 +52,12 @@ def figures(view: View) -> dict[Key, float]:
     """Those of a step.
 
     A stage's are of one micro-batch, in the mean, and its backward is both halves together. What a
-    stage recomputes, and the loss, count by themselves.
+    stage recomputes, and the loss, count by themselves. Where devices are missing, those are left
+    out that only all of them together have.
     """
     own: dict[str, float] = {}
     totals = dict.fromkeys(kinds(view), 0.0)
-    busy = [0.0] * len(view.lanes)
+    busy = dict.fromkeys(view.known, 0.0)
     inside = view.inside
     for action, event in view.actions:
         own[event.name] = event.end_ms - event.start_ms
@@ -65,7 +66,9 @@ def figures(view: View) -> dict[Key, float]:
             own[event.name] -= inner.end_ms - inner.start_ms
             totals[inner.kind] += inner.end_ms - inner.start_ms
         totals[action.kind] += own[event.name]
-    found: dict[Key, float] = {STEP: view.step_ms, ("step", BUBBLE): view.bubble}
+    found: dict[Key, float] = {}
+    if not view.missing:
+        found |= {STEP: view.step_ms, ("step", BUBBLE): view.bubble}
     by_stage: dict[Key, list[Action]] = {}
     for action in sorted((action for action, _ in view.actions), key=lambda one: one.stage):
         name = "forward" if action.kind is Kind.FORWARD else "backward"
@@ -74,11 +77,12 @@ def figures(view: View) -> dict[Key, float]:
         total = sum(own[str(action)] for action in actions)
         found[key] = total / len({action.microbatch for action in actions})
     for kind, total in totals.items():
-        if kind != COPY:
+        if kind != COPY and not view.missing:
             found["all stages", NAMES[kind]] = total
-    for lane, busy_ms in enumerate(busy):
+    for lane, busy_ms in busy.items():
         found[f"device {lane}", "busy"] = busy_ms
-        found[f"device {lane}", BUBBLE] = 1 - busy_ms / view.step_ms
+        if not view.missing:
+            found[f"device {lane}", BUBBLE] = 1 - busy_ms / view.step_ms
     return found
 
 

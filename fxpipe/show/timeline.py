@@ -1,6 +1,6 @@
 """Draws a step with matplotlib: a row per device, the critical path, memory over time below."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ def draw(views: Sequence[View], path: Path) -> None:
         for lane in range(len(view.lanes))
     )
     inside = min(max(_PER_BOX * fullest, _NARROWEST - _LEFT - _RIGHT), _WIDEST)
-    rows = sum(_TITLE + _ROW * len(view.lanes) for view in views)
+    rows = sum(_TITLE + _ROW * len(view.known) for view in views)
     keys = len(_named(views[0].peaks))
     memory = (0.1 + _KEY * -(-keys // _KEYS_A_ROW) + _MEMORY) if keys else 0.0
     width, height = _LEFT + inside + _RIGHT, _TOP + rows + memory + _BOTTOM
@@ -69,20 +69,21 @@ def draw(views: Sequence[View], path: Path) -> None:
 
 def _steps(axes: "Axes", views: Sequence[View], points_per_ms: float) -> None:
     """A row per device, in inches downwards from the top."""
-    y, ticks, labels = 0.0, [], []
+    y = 0.0
+    ticks: list[float] = []
+    labels: list[str] = []
     for view in views:
-        title = f"{view.title}: {ms_text(view.step_ms)}, bubble {view.bubble:z.0%}"
-        axes.text(0, y + 0.8 * _TITLE, title, fontweight="bold", va="baseline")
+        axes.text(0, y + 0.8 * _TITLE, view.heading, fontweight="bold", va="baseline")
         y += _TITLE
-        middles = [y + _ROW * (lane + 0.5) for lane in range(len(view.lanes))]
-        for middle in middles:
+        middles = {lane: y + _ROW * (k + 0.5) for k, lane in enumerate(view.known)}
+        for middle in middles.values():
             waiting = (middle - _HEIGHT * _ROW / 2, _HEIGHT * _ROW)
             axes.broken_barh([(0, view.step_ms)], waiting, color="#f0f0f0", linewidth=0)
         _boxes(axes, view, middles, points_per_ms)
         _critical(axes, view, middles)
-        ticks += middles
-        labels += [f"{lane}: {device}" for lane, device in enumerate(view.lanes)]
-        y += _ROW * len(view.lanes)
+        ticks += middles.values()
+        labels += [f"{lane}: {view.lanes[lane]}" for lane in middles]
+        y += _ROW * len(middles)
     axes.set_ylim(y + 0.04, 0)
     axes.set_yticks(ticks, labels, fontsize=_SMALL)
     axes.tick_params(axis="y", length=0)
@@ -90,7 +91,7 @@ def _steps(axes: "Axes", views: Sequence[View], points_per_ms: float) -> None:
     axes.spines[["left", "top", "right"]].set_visible(False)
 
 
-def _boxes(axes: "Axes", view: View, middles: Sequence[float], points_per_ms: float) -> None:
+def _boxes(axes: "Axes", view: View, middles: Mapping[int, float], points_per_ms: float) -> None:
     drawn = boxes(view)
     alike: dict[tuple[int, str, str], list[Box]] = {}
     for box in drawn:
@@ -122,7 +123,7 @@ def _boxes(axes: "Axes", view: View, middles: Sequence[float], points_per_ms: fl
             )
 
 
-def _critical(axes: "Axes", view: View, middles: Sequence[float]) -> None:
+def _critical(axes: "Axes", view: View, middles: Mapping[int, float]) -> None:
     """A line along the boxes of the critical path, from each to the next."""
     spans = {event.name: event for _, event in view.actions}
     xs, ys = [], []

@@ -1,11 +1,8 @@
-"""A step as it is looked at: what each device did when, as predicted or as a trace has it."""
+"""A step as it is looked at: what each device did when, and what of it is predicted."""
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
-from pathlib import Path
-from typing import Any
 
 from fxpipe.errors import InputError
 from fxpipe.runtime import trace
@@ -13,6 +10,7 @@ from fxpipe.runtime.checkpoint import recomputes
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.trace import COPY, LOSS, RECOMPUTE, Event
 from fxpipe.schedule import Action, Kind
+from fxpipe.show.texts import ms_text
 
 # The timeline is kept to a thousandth of a ms: two roundings, for each of two actions.
 _ROUNDING_MS = 0.002
@@ -25,7 +23,8 @@ class View:
 
     `lanes` are the devices by name; `memory` is what each holds, (ms, bytes) from then on, and
     `critical` the actions that the step's length hangs on, in order of time, where they are known,
-    as is `capacity_bytes`, what each device has room for.
+    as is `capacity_bytes`, what each device has room for. Of devices that are `missing` nothing is
+    known: then neither is it of the whole step, which then only ends where the others do.
     """
 
     title: str
@@ -34,6 +33,21 @@ class View:
     memory: tuple[tuple[tuple[float, int], ...], ...] = ()
     critical: tuple[str, ...] = ()
     capacity_bytes: tuple[int, ...] = ()
+    missing: frozenset[int] = frozenset()
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """The devices that it is of, by number."""
+        return tuple(lane for lane in range(len(self.lanes)) if lane not in self.missing)
+
+    @property
+    def heading(self) -> str:
+        """What it is, and how long; of some devices alone, how long those take."""
+        if not self.missing:
+            return f"{self.title}: {ms_text(self.step_ms)}, bubble {self.bubble:z.0%}"
+        *numbers, last = map(str, self.known)
+        devices = f"devices {', '.join(numbers)} and {last}" if numbers else f"device {last}"
+        return f"{self.title}, {devices} alone: {ms_text(self.step_ms)}"
 
     @property
     def step_ms(self) -> float:
@@ -77,15 +91,9 @@ class View:
 
     @property
     def bubble(self) -> float:
-        """The idle share of all devices' time."""
+        """The idle share of all devices' time, if none is missing."""
         busy = sum(event.end_ms - event.start_ms for _, event in self.actions)
         return max(0.0, 1 - busy / (len(self.lanes) * self.step_ms))
-
-
-def views(manifest: Manifest, trace: Path | None) -> tuple[View, ...]:
-    """The predicted step and, if there is a trace, the measured one. Raises InputError."""
-    foreseen = predicted(manifest)
-    return (foreseen,) if trace is None else (foreseen, measured(manifest, trace))
 
 
 def predicted(manifest: Manifest) -> View:
@@ -105,55 +113,12 @@ def predicted(manifest: Manifest) -> View:
     return View(
         "predicted",
         manifest.devices,
-        tuple(
-            sorted([*events, *_losses(manifest, events), *_recomputed(manifest, events)], key=_time)
-        ),
+        in_time([*events, *_losses(manifest, events), *_recomputed(manifest, events)]),
         # Of changes at one moment the last: what is let go of comes before what is taken.
         tuple(tuple(dict(changes).items()) for changes in memory),
         estimate.critical,
         estimate.capacity_bytes,
     )
-
-
-def measured(manifest: Manifest, path: Path) -> View:
-    """The step in the file that `pipe.trace` wrote. Raises InputError if it is not the package's.
-
-    What was predicted stands in the file beside the step, and must be what the package says.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        found = [event for event in data["traceEvents"] if event["ph"] == "X"]
-        actual, beside = (_events(found, process, len(manifest.devices)) for process in (0, 1))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise InputError(
-            f"{path} is no trace of a step: write one with pipe.trace({path.name!r})"
-        ) from error
-    foreseen = trace.predicted(manifest.estimate.timeline)
-    if sorted(map(_rounded, beside)) != sorted(map(_rounded, foreseen)):
-        raise InputError(
-            f"{path} is a trace of another package than this one of {manifest.model}, or of it "
-            "before it was compiled again: trace a step of this one"
-        )
-    if not actual:
-        raise InputError(f"{path} has only the predicted step: trace one with pipe.trace")
-    return View("measured", manifest.devices, tuple(sorted(actual, key=_time)))
-
-
-def _events(found: list[dict[str, Any]], process: int, n_lanes: int) -> list[Event]:
-    """A row for what a lane computes and one for its copies; any further one repeats some."""
-    if not {event["cat"] for event in found} <= {*Kind, RECOMPUTE, LOSS, COPY}:
-        raise ValueError("it has events of other kinds")
-    return [
-        Event(
-            int(event["tid"]) // 2,
-            str(event["name"]),
-            str(event["cat"]),
-            event["ts"] / 1e3,
-            (event["ts"] + event["dur"]) / 1e3,
-        )
-        for event in found
-        if event["pid"] == process and event["tid"] < 2 * n_lanes
-    ]
 
 
 def _losses(manifest: Manifest, events: list[Event]) -> Iterator[Event]:
@@ -192,8 +157,9 @@ def _recomputed(manifest: Manifest, events: list[Event]) -> Iterator[Event]:
                 yield Event(event.lane, name, RECOMPUTE, start_ms, start_ms + again_ms)
 
 
-def _rounded(event: Event) -> tuple[int, str, float, float]:
-    return event.lane, event.name, round(event.start_ms, 3), round(event.end_ms, 3)
+def in_time(events: Iterable[Event]) -> tuple[Event, ...]:
+    """As a view has them."""
+    return tuple(sorted(events, key=_time))
 
 
 def _time(event: Event) -> tuple[bool, float, bool]:

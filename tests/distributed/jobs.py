@@ -559,6 +559,17 @@ def looked_at(folder: Path, out: Path) -> tuple[list[tuple[int, ...]], int]:
     return [peak.lanes for peak in memory.peaks], len(pipe.devices)
 
 
+def traced(folder: Path, x: Tensor) -> None:
+    """Writes a trace of each of two steps; the second is followed by an evaluation."""
+    pipe = load(folder, distributed=True)
+    for step in range(2):
+        with pipe.trace(folder / f"{step} of {torch.distributed.get_rank()}.json"):
+            pipe.step(x, target=x, loss_fn=functional.mse_loss)
+            with torch.no_grad():
+                for _ in range(step):
+                    pipe(x)
+
+
 def held(folder: Path, x: Tensor) -> tuple[int, int]:
     """What this rank was predicted to hold in a step, and what it does."""
     pipe = load(folder, distributed=True)

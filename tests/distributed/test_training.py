@@ -8,6 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 import fxpipe
+from fxpipe.errors import InputError
+from fxpipe.runtime.package import read
+from fxpipe.show import measured as traces
 
 EQUAL = ["equal", "equal"]
 
@@ -127,6 +130,33 @@ def test_outputs_on_all_ranks(two, tmp_path):
 def test_a_rank_shows_its_own_step_and_memory(two, tmp_path):
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 1, 1))
     assert two.run(jobs.looked_at, tmp_path, tmp_path) == [([(0,)], 1), ([(1,)], 1)]
+
+
+def test_traces_of_all_ranks_are_one_step(two, tmp_path):
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(8, 8)
+    package = fxpipe.compile(
+        model,
+        (x,),
+        devices="cpu*2",
+        microbatches=4,
+        profile="analytic:cpu",
+        target=x,
+        loss_fn=functional.mse_loss,
+    )
+    package.write(tmp_path / "out")
+    two.run(jobs.traced, tmp_path / "out", x)
+    plan = read(tmp_path / "out")
+    steps = [[tmp_path / f"out/{k} of {rank}.json" for rank in (0, 1)] for k in (0, 1)]
+    for files in steps:
+        seen = traces.measured(plan, files)
+        begins = {str(action): event.start_ms for action, event in seen.actions}
+        assert len(begins) == 16
+        # One clock: what another rank makes is there before it is used.
+        assert all(begins[f"0F{i}"] < begins[f"1F{i}"] for i in range(4))
+        assert all(begins[f"1B{i}"] < begins[f"0B{i}"] for i in range(4))
+        assert [traces.measured(plan, [file]).known for file in files] == [(0,), (1,)]
+    with pytest.raises(InputError, match=r"has step 1 of replica 0 .* has step 2 of replica 0"):
+        traces.measured(plan, [steps[0][0], steps[1][1]])
 
 
 @pytest.mark.parametrize("rows", [64, 256])

@@ -93,7 +93,8 @@ def test_the_prediction_stands_beside(tmp_path):
     memory = memory_of([[(0.0, 8), (0.5, 8), (1.0, 24)], [(1.0, 16)]])
     assert memory == ("0.000 8;1.000 24", "1.000 16")
     estimate = EstimateSpec(4.5, 0.0, (24, 16), timeline, memory, ("0F0", "1B0"))
-    write(tmp_path / "t.json", ["cpu", "cpu"], estimate, [Event(0, "0F0", "F", 0.5, 1.5)])
+    lanes = {0: "cpu", 1: "cpu"}
+    write(tmp_path / "t.json", lanes, estimate, [Event(0, "0F0", "F", 0.5, 1.5)])
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert named(events, 0, "FB") == [["0F0"]]
     assert named(events, 1, "FB") == [["0F0", "0B0"], ["1F0", "1B0"], ["0F0", "1B0"]]

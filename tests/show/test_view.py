@@ -1,25 +1,18 @@
-"""A step is looked at as plan.json has it, or as a trace of this very package has it."""
+"""A step is looked at as plan.json has it."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from plans import TIMELINE, stepped
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.manifest import Manifest
-from fxpipe.runtime.trace import Event, write
+from fxpipe.runtime.trace import Event
 from fxpipe.show import view
 from fxpipe.show.boxes import boxes, kinds
 
 
 def events(*found: tuple[int, str, str, float, float]) -> list[Event]:
     return [Event(*one) for one in found]
-
-
-def traced(path: Path, of: Manifest, measured: list[Event]) -> Path:
-    write(path, of.devices, of.estimate, measured)
-    return path
 
 
 def test_a_backward_that_takes_longer_than_the_stages_recomputes():
@@ -58,32 +51,6 @@ def test_the_prediction_has_length_bubble_memory_and_critical_path():
     assert seen.bubble == pytest.approx(1 - (8 + 3) / 22)
     assert seen.memory == (((0.0, 1), (2.0, 3)), ((1.0, 2),))
     assert seen.critical == ("0F0", "1F0")
-
-
-def test_a_trace_is_read_as_it_was_recorded(tmp_path):
-    ran = events((0, "0F0", "F", 0.5, 2.0), (0, "0 to 1", "copy", 2.0, 2.5))
-    seen = view.measured(stepped(), traced(tmp_path / "t.json", stepped(), ran))
-    assert seen.events == (*ran,)
-    assert seen.step_ms == 2.0
-
-
-def test_the_trace_of_another_package_is_refused(tmp_path):
-    other = stepped((TIMELINE[0], TIMELINE[1].replace("7.000", "7.001")))
-    path = traced(tmp_path / "t.json", other, events((0, "0F0", "F", 0.5, 2.0)))
-    with pytest.raises(InputError, match=r"trace of another package than this one of Tied"):
-        view.measured(stepped(), path)
-
-
-def test_a_trace_without_a_measured_step_is_refused(tmp_path):
-    with pytest.raises(InputError, match="only the predicted step"):
-        view.measured(stepped(), traced(tmp_path / "t.json", stepped(), []))
-
-
-@pytest.mark.parametrize("text", ["no json", "[]", '{"traceEvents": [1]}', '{"traceEvents": 1}'])
-def test_what_is_no_trace_is_refused(tmp_path, text):
-    (tmp_path / "t.json").write_text(text)
-    with pytest.raises(InputError, match="is no trace of a step"):
-        view.measured(stepped(), tmp_path / "t.json")
 
 
 @pytest.mark.parametrize(

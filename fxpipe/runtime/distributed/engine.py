@@ -26,6 +26,7 @@ from fxpipe.runtime.distributed.exchange import Exchange
 from fxpipe.runtime.distributed.layout import Layouts
 from fxpipe.runtime.distributed.part import estimate_of, wires_of
 from fxpipe.runtime.distributed.plan import RankPlan
+from fxpipe.runtime.distributed.progress import EVALUATION
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.distributed.replicated import ReplicatedCall
 from fxpipe.runtime.distributed.row import RankRow, refuse_within_row
@@ -216,8 +217,9 @@ class RankEngine(Pipeline):
         meeting: Meeting | None = None,
     ) -> None:
         """Run this rank's row on its lane, and `meanwhile` here: see `RankRow.run`."""
-        if self._trace is not None:
-            call.record(self._trace.recorder())
+        if self._trace is not None and self._ranks.progress.work != EVALUATION:
+            replica = self._ranks.replica if self._ranks.dp > 1 else None
+            call.record(self._trace.part_recorder(self._ranks.step_name, replica))
 
         def launch(job: Callable[[], None], beside: Callable[[], None]) -> None:
             self._run([job], call, beside)

@@ -18,6 +18,7 @@ from fxpipe.runtime.distributed.engine import RankEngine
 from fxpipe.runtime.distributed.entry import Meeting, place_of
 from fxpipe.runtime.distributed.norm import gradients_here, norm_over
 from fxpipe.runtime.distributed.overflow import share_overflow
+from fxpipe.runtime.distributed.progress import EVALUATION
 from fxpipe.runtime.distributed.replicas import trains_nothing
 from fxpipe.runtime.distributed.results import give_gradients, shared_loss
 from fxpipe.runtime.end import LossFn
@@ -43,7 +44,7 @@ class DistributedPipeline(RankEngine):
         if running() is not None:
             return super().forward(*args, **kwargs)
         self._refuse_inside()
-        self._ranks.progress.begin("evaluation")
+        self._ranks.progress.begin(EVALUATION)
         inputs, meeting = self._meet("as pipe(...)", args, kwargs, refuse=self._refuse_call)
 
         def evaluate(meeting: Meeting) -> list[Any] | None:

@@ -10,10 +10,10 @@ from fxpipe.schedule import Action
 
 _SHOWN = 3  # of the last actions
 OTHERS = "the other ranks"
-START = "the start"
+START, EVALUATION = "the start", "evaluation"
 # What a rank is asked to do together with the others, which tell each other its place here.
 WORKS = (
-    *(START, "step", "evaluation", "step of closures", "clip_grad_norm_"),
+    *(START, "step", EVALUATION, "step of closures", "clip_grad_norm_"),
     *("load_weights", "save_weights", "checkpoint.save", "checkpoint.load"),
 )
 
@@ -73,9 +73,13 @@ class Progress:
         waits, since = self._waits, self._since
         return None if waits is None else f"waits for {waits}, for {time.monotonic() - since:.0f} s"
 
+    @property
+    def doing(self) -> str:
+        """Its work, and which since the start: `step 8`."""
+        return self.work if self.work == START else f"{self.work} {self._counts[self.work]}"
+
     def __str__(self) -> str:
-        row, place, waits = self._row, self.item, self._waits
-        work = self.work if self.work == START else f"{self.work} {self._counts[self.work]}"
+        row, place, waits, work = self._row, self.item, self._waits, self.doing
         done = [str(item) for item in row[:place] if isinstance(item, Action)]
         last = f", did {', '.join(done[-_SHOWN:])} last" if done else ""
         if not self._inside:

@@ -11,6 +11,7 @@ import itertools
 import os
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -90,7 +91,9 @@ class Ranks:
         )
         self._await_all()
         self.world_group = self.new_group(range(self.world_size))
-        refuse_replicas(self.gather_world(dp), self.world_size)
+        found = self.gather_world((dp, uuid.uuid4().hex))
+        refuse_replicas([each for each, _ in found], self.world_size)
+        self._name = found[0][1]
         self.dp = dp
         self.size = self.world_size // dp
         self.replica, self.rank = divmod(self.world_rank, self.size)
@@ -143,6 +146,11 @@ class Ranks:
         self.together(lambda: found.append(mesh_of(kind, self.dp, self.size)))
         self._waited += [g for g in found[0].get_all_groups() if g not in self._waited]
         return found[0]
+
+    @property
+    def step_name(self) -> str:
+        """Names what the ranks of this pipeline do now together, as nothing else is named."""
+        return f"{self.progress.doing} of replica {self.replica} of {self._name}"
 
     def in_world(self, rank: int) -> int:
         """The rank of `torch.distributed` that `rank` of this pipeline is."""
