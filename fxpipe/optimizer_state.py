@@ -20,17 +20,18 @@ _OF_THIS_PLAN = ("params", "param_names")
 
 
 def optimizer_state(pipe: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """By parameter and key, its state; by parameter, its group's settings.
+    """By parameter and key, its state; by parameter, its group's settings, and those by its place.
 
     Raises WeightsError if it trains what is no parameter of `pipe`, or wraps another.
     """
     _refuse_wrapper(optimizer)
     names = _names(pipe, optimizer)
     found: dict[str, Any] = {}
-    for group in optimizer.param_groups:
+    for k, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if key not in _OF_THIS_PLAN}
         # A dict would be taken apart.
         whole = SimpleNamespace(value=settings, optimizer=type(optimizer).__name__)
+        found[_places(optimizer, k)[0 if group["params"] else 1]] = whole
         for parameter in group["params"]:
             name = names[parameter]
             found[name] = whole
@@ -50,6 +51,10 @@ def state_to_load(
     names = _names(pipe, optimizer)
     parameters = {name: parameter for parameter, name in names.items()}
     found: dict[str, Any] = {}
+    there = [key.removeprefix("optimizer.") for key in metadata.state_dict_metadata]
+    for k, group in enumerate(optimizer.param_groups):
+        if not group["params"]:
+            found |= dict.fromkeys([key for key in _places(optimizer, k) if key in there][:1])
     for key, stored in metadata.state_dict_metadata.items():
         own = key.removeprefix("optimizer.")
         name, _, field = own.partition(_SLASH)
@@ -112,17 +117,27 @@ def give_state(
     by_name: dict[str, dict[str, Any]] = {}
     for key in loaded:
         name, slash, field = key.partition(_SLASH)
-        if slash and _SLASH not in field:
+        if name and slash and _SLASH not in field:
             by_name.setdefault(name, {})[field] = _put_together(key, loaded)
     groups, states, place = [], {}, 0
-    for group in optimizer.param_groups:
+    for k, group in enumerate(optimizer.param_groups):
         own = [names[parameter] for parameter in group["params"]]
-        # A group of parameters that are all elsewhere keeps the settings that it has.
-        settings = loaded[own[0]].value if own else {}
+        # Of parameters that are all elsewhere, a group of as many keeps its place among them.
+        by = own[:1] or [place for place in _places(optimizer, k) if place in loaded]
+        settings = loaded[by[0]].value if by else {}
         groups.append({**group, **settings, "params": list(range(place, place + len(own)))})
         states.update({place + k: by_name[name] for k, name in enumerate(own) if name in by_name})
         place += len(own)
     optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _places(optimizer: torch.optim.Optimizer, k: int) -> tuple[str, str]:
+    """What settings of group k are saved under, where it has parameters and where it has none.
+
+    Where all processes have none of them, what the latter say counts.
+    """
+    place = f"group {k} of {len(optimizer.param_groups)}"
+    return f"{_SLASH}{place}", f"{_SLASH}{place}, empty"
 
 
 def _taken_apart(key: str, value: Any) -> dict[str, Any]:

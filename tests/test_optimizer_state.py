@@ -6,6 +6,7 @@ import toys
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe import checkpoint
 from fxpipe.errors import WeightsError
 from fxpipe.runtime import load
 
@@ -118,3 +119,28 @@ def test_a_group_of_parameters_with_different_settings_is_told_of(tmp_path):
     apart = torch.optim.SGD([{"params": others[:2]}, {"params": others[2:]}, {"params": [first]}])
     fxpipe.checkpoint.load(tmp_path / "last", pipe, apart)
     assert [group["lr"] for group in apart.param_groups] == [0.001, 0.001, 1.0]
+
+
+def test_a_group_without_parameters_gets_what_stood_in_its_place(tmp_path, monkeypatch):
+    _, pipe = toys.both(tmp_path, toys.CHAIN)
+    first, *others = pipe.parameters()
+
+    def loaded(path, *groups):
+        optimizer = torch.optim.SGD([{"params": group} for group in groups], 0.5)
+        fxpipe.checkpoint.load(path, pipe, optimizer)
+        return [group["lr"] for group in optimizer.param_groups]
+
+    groups = [{"params": [first], "lr": 1.0}, {"params": others}, {"params": [], "lr": 3.0}]
+    saving = torch.optim.SGD(groups, 2.0)
+    fxpipe.checkpoint.save(tmp_path / "last", pipe, saving)
+    assert loaded(tmp_path / "last", [], others, []) == [1.0, 2.0, 3.0]
+    assert loaded(tmp_path / "last", [first], [], others) == [1.0, 2.0, 2.0]
+    assert loaded(tmp_path / "last", [], others) == [0.5, 2.0]  # places of others
+    whole = checkpoint.optimizer_state
+
+    def before(*args):
+        return {key: value for key, value in whole(*args).items() if not key.startswith("/")}
+
+    monkeypatch.setattr(checkpoint, "optimizer_state", before)
+    fxpipe.checkpoint.save(tmp_path / "before", pipe, saving)
+    assert loaded(tmp_path / "before", [first], others, []) == [1.0, 2.0, 0.5]

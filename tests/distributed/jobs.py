@@ -831,6 +831,8 @@ def resumed(folder: Path, name: str, m: int, path: Path) -> str:
         plain.step()
     optimizer = adam(toy, pipe, 1.0)
     assert checkpoint.load(path, pipe, optimizer) == {"step": 2, "rank": 0}
+    # Also of a group whose parameters are all on the other rank.
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.025]
     pipe.step(*toy.inputs(), loss_fn=toys.mean_loss)
     optimizer.step()
     values = dict(model.named_parameters())
