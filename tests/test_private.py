@@ -31,6 +31,7 @@ PRIVATE = {
     "torch._dynamo.variables.user_defined.UserDefinedClassVariable.call_function": (
         "capture/dtype_reads.py"
     ),
+    "torch._C._autograd._get_current_graph_task_keep_graph": "runtime/compiled.py",
     "torch._C._get_tracing_state": "runtime/transforms.py",
     "torch._C._get_dispatch_mode": "runtime/transforms.py",
     "torch.distributions.Distribution._validate_args": "capture/dynamo.py",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.checkpoint import Replay, checkpointed, recomputes
+from fxpipe.runtime.compiled import refuse_further_backwards
 from fxpipe.runtime.dependency import Turns
 from fxpipe.schedule import Action, Kind
 
@@ -63,5 +64,7 @@ class Clock:
             outputs, random = checkpointed(replay, inputs, stage.trainable(bound), bound)
         else:
             outputs, random = stage.at(action, lambda: stage.forward(inputs, random))
+            if stage.is_compiled:
+                refuse_further_backwards(j, outputs)
         call.pass_random(j, i, random)
         return list(outputs)

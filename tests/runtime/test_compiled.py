@@ -20,7 +20,7 @@ from toys import (
 )
 
 from fxpipe.errors import StageError
-from fxpipe.runtime import load
+from fxpipe.runtime import Runner, load
 
 ONE = Toy(
     Chain,
@@ -174,6 +174,33 @@ def test_it_trains_and_evaluates_when_called(tmp_path):
         loss = mean_loss(pipe(*x))
         assert same(loss.detach(), expected)
         loss.backward()
+    assert_same_state(pipe, model)
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize("asked", ["retain_graph", "create_graph"])
+def test_a_backward_that_another_shall_follow_is_refused(tmp_path, asked):
+    _, pipe = _both(tmp_path, CHAIN)
+    says = rf"{asked}=True\) can't come through stage 2, .* load without compile=True"
+    loss = mean_loss(pipe(*CHAIN.inputs()))
+    with pytest.raises(StageError, match=says):
+        torch.autograd.grad(loss, [*pipe.parameters()], **{asked: True})
+    mean_loss(pipe(*CHAIN.inputs())).backward()
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_closure_may_keep_its_graph(tmp_path):
+    model, pipe = _both(tmp_path, CHAIN)
+    runner = Runner(4)
+
+    def closure(x):
+        loss = mean_loss(pipe(x)) * runner.share
+        loss.backward(retain_graph=True)
+        return loss
+
+    x = CHAIN.inputs()
+    expected = plain_step(CHAIN, model, x, 4, False)
+    assert same(sum(loss.detach() for loss in runner.step(closure, *x)), expected)
     assert_same_state(pipe, model)
 
 
