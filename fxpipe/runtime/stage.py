@@ -176,14 +176,14 @@ class Stage:
         except (FxpipeError, StoppedError):
             raise
         except Exception as error:
+            line = line_of(error, self.path, self.is_compiled)
+            where = f", {self.spec.file}{line}" if line else ""
+            lost = self.is_compiled and not line
+            way_out = "; load without compile=True to see the line" if lost else ""
             raise StageError(
-                f"stage {self.index} failed in {action}{self._line(error)}: "
-                f"{type(error).__name__}: {error}"
+                f"stage {self.index} failed in {action}{where}: "
+                f"{type(error).__name__}: {error}{way_out}"
             ) from error
-
-    def _line(self, error: Exception) -> str:
-        line = line_of(error, self.path)
-        return f", {self.spec.file}{line}" if line else ""
 
 
 def _as_seen(output: Tensor, spec: OutputSpec) -> Tensor:

@@ -122,6 +122,34 @@ COUNTS = Toy(
 )
 
 
+class LooksUp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 3)
+
+    def forward(self, x):
+        return self.table(x[:, 0].abs().long())
+
+
+LOOKS_UP = Toy(
+    LooksUp,
+    (
+        Part(
+            """
+            def __init__(self):
+                super().__init__()
+                self.table = nn.Embedding(6, 3)
+
+            def forward(self, x):
+                return self.table(x[:, 0].abs().long())
+            """,
+            (None,),
+            ("y",),
+        ),
+    ),
+)
+
+
 @pytest.fixture
 def traced_only(monkeypatch):
     """All of torch.compile but inductor's kernels, which take a C++ compiler seconds."""
@@ -175,6 +203,20 @@ def test_it_trains_and_evaluates_when_called(tmp_path):
         assert same(loss.detach(), expected)
         loss.backward()
     assert_same_state(pipe, model)
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_an_error_of_compiled_code_says_how_to_see_its_line(tmp_path):
+    folder = write(tmp_path, LOOKS_UP)
+    wrong = torch.full((8, 6), 6.0, dtype=torch.float64)
+    for compile, says in (
+        (True, r"failed in 0F0: IndexError: .* range.*; load without compile=True to see the line"),
+        (False, r"failed in 0F0, stage_0.py, line \d+: `return self.table.*`: IndexError"),
+    ):
+        pipe = load(folder, compile=compile)
+        pipe.step(wrong - 1, loss_fn=mean_loss)
+        with pytest.raises(StageError, match=says):
+            pipe.step(wrong, loss_fn=mean_loss)
 
 
 @pytest.mark.usefixtures("traced_only")
