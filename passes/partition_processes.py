@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fxpipe.ir import Chain, Network, Plan
 from fxpipe.passes.partition_stages import stage_costs
-from fxpipe.runtime.distributed.messages import SENT_AT_ONCE_BYTES
+from fxpipe.runtime.distributed.messages import most_leaving
 
 # What is set aside for messages asked for ahead: a share of a device's peak, so many bytes at most.
 _AHEAD_SHARE, _AHEAD_BYTES = 0.02, 2**20
@@ -36,7 +36,7 @@ def with_messages_held(
         zip(plan.estimate.peak_bytes, capacity_bytes, strict=True)
     ):
         leaving = sum(
-            min(n_bytes, max(SENT_AT_ONCE_BYTES, largest[pair]))
+            min(n_bytes, most_leaving(largest[pair]))
             for pair, n_bytes in sent.items()
             if pair[0] == d != pair[1]
         )

@@ -8,6 +8,8 @@ from fxpipe.runtime.distributed.messages import (
     Gather,
     Gathered,
     Item,
+    Leave,
+    Post,
     Receive,
     Reduce,
     Row,
@@ -41,6 +43,8 @@ def _awaited(item: Item) -> Item | None:
     match item:
         case Receive(message):
             return Send(message)
+        case Leave(message):
+            return Post(message)
         case Gathered(stage):
             return Gather(stage)
     return None

@@ -76,8 +76,9 @@ class Exchange:
         self._rows = rows
         self._posted: dict[int, deque[_Posted]] = defaultdict(deque)
         self._targets: dict[int, None] = {}
+        self._sent: dict[Message, int] = {}  # as which of those to its target
         self._waiting: Message | None = None
-        self._finishing = False
+        self._leaving: Sequence[int] = ()
 
     def post(self, message: Message) -> None:
         """Begin to receive it, into memory of its own."""
@@ -139,17 +140,27 @@ class Exchange:
             )
         self._begin(message, tensor.permute(layout.order), _KNOWN)
 
+    def leave(self, message: Message) -> None:
+        """Return once it has left, if it may be waited for: one whose receive is posted ahead.
+
+        Raises StoppedError if the call is stopped meanwhile.
+        """
+        if message in self._sent:
+            self._leaving = [message.target]
+            self._transport.leave(message.target, self._sent[message], lambda: self._call.check(0))
+            self._leaving = ()
+
     def finish(self) -> None:
         """Return once all has been sent. Raises StoppedError if the call is stopped meanwhile."""
-        self._finishing = True
+        self._leaving = [*self._targets]
         self._transport.finish(self._targets, lambda: self._call.check(0))
-        self._finishing = False
+        self._leaving = ()
 
     @property
     def awaited(self) -> str | None:
         """What the row waits for, if it does."""
-        if self._finishing:
-            names = [str(self._ranks.in_world(rank)) for rank in self._targets]
+        if self._leaving:
+            names = [str(self._ranks.in_world(rank)) for rank in self._leaving]
             return f"rank {' and '.join(names)} to take what was sent"
         if self._waiting is None:
             return None
@@ -169,8 +180,10 @@ class Exchange:
         if tensor.numel():
             # Memory is sent as it lies: what is to be read as conjugate or negative is made so.
             plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-            self._transport.send(plain, message.target, tag)
+            place = self._transport.send(plain, message.target, tag)
             self._targets[message.target] = None
+            if tag == _KNOWN:
+                self._sent[message] = place
 
     def _tell(self, message: Message, tensor: Tensor | None, gradient: bool) -> None:
         layout = None if tensor is None else Layout.of(tensor, gradient)

@@ -59,6 +59,16 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
+class Leave:
+    """Wait until it has left."""
+
+    message: Message
+
+    def __str__(self) -> str:
+        return f"a receive of {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
 class Reduce:
     """Begin to add up over replicas the gradients that are whole once stage `stage` is done."""
 
@@ -89,8 +99,16 @@ class Free:
     stage: int
 
 
-Item = Action | Send | Post | Receive | Reduce | Gather | Gathered | Free
+Item = Action | Send | Post | Receive | Leave | Reduce | Gather | Gathered | Free
 Row = tuple[Item, ...]
+
+
+def most_leaving(largest_bytes: int) -> int:
+    """How many bytes a rank holds at most of what leaves for another, of messages up to so large.
+
+    Not counted is what leaves while the one before it does.
+    """
+    return max(SENT_AT_ONCE_BYTES, largest_bytes)
 
 
 def arrivals(rows: Sequence[Row], rank: int) -> dict[int, list[Message]]:

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from fxpipe.runtime.distributed.check_messages import check_messages
-from fxpipe.runtime.distributed.foreseen import planned
+from fxpipe.runtime.distributed.foreseen import by_clock, planned
 from fxpipe.runtime.distributed.gathers import with_gathers
+from fxpipe.runtime.distributed.leaving import with_leaves
 from fxpipe.runtime.distributed.meeting import Given
 from fxpipe.runtime.distributed.messages import Message, Row, Send, first_of
 from fxpipe.runtime.distributed.posting import with_posts
@@ -80,9 +81,9 @@ class RankPlan:
             rows = tuple(first_of(row, m) for row in rows)
             held = self._held(table, backward)
             foreseen = planned(self._estimate, table) if backward else None
-            self._rows[key] = with_posts(
-                rows, table, held, self._ahead_bytes, self._bytes, foreseen
-            )
+            foreseen = foreseen or by_clock(table)
+            rows = with_posts(rows, foreseen, held, self._ahead_bytes, self._bytes)
+            self._rows[key] = with_leaves(rows, foreseen, self._bytes)
         return self._rows[key]
 
     @property

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from fxpipe.runtime.distributed.foreseen import Foreseen, by_clock
+from fxpipe.runtime.distributed.foreseen import Foreseen
 from fxpipe.runtime.distributed.messages import Item, Message, Post, Receive, Row, Send, arrivals
-from fxpipe.schedule import Action, Schedule
+from fxpipe.schedule import Action
 
 _FEW = 2  # when no more than one is posted of what comes from a rank, all that have room are
 
@@ -54,19 +54,17 @@ class _Source:
 
 def with_posts(
     rows: Sequence[Row],
-    schedule: Schedule,
+    foreseen: Foreseen,
     held: Sequence[Sequence[float]],
     ahead_bytes: Sequence[int],
     n_bytes: Callable[[Message], int],
-    foreseen: Foreseen | None = None,
 ) -> tuple[Row, ...]:
     """The rows of a table with a `Post` for each `Receive`, both in the order of what comes.
 
     `held` are the bytes that each rank's stages hold during each of its actions, with the values
     that this one and those before it have received; `ahead_bytes` are set aside on each rank for
-    what is posted; `n_bytes` are a message's. By the clock, if nothing else is `foreseen`.
+    what is posted; `n_bytes` are a message's.
     """
-    foreseen = foreseen or by_clock(schedule)
     comes = dict(_comes(rows, foreseen))
     found = []
     for rank, row in enumerate(rows):

@@ -8,7 +8,7 @@ from fxpipe.errors import InputError
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.distributed.entry import Meeting
 from fxpipe.runtime.distributed.exchange import Exchange
-from fxpipe.runtime.distributed.messages import Item, Post, Receive, Reduce, Send
+from fxpipe.runtime.distributed.messages import Item, Leave, Post, Receive, Reduce, Send
 from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.distributed.weights import RankWeights
 from fxpipe.runtime.mailbox import StoppedError
@@ -71,6 +71,8 @@ class RankRow:
                         exchange.receive(item.message)
                     elif isinstance(item, Send):
                         exchange.send(item.message)
+                    elif isinstance(item, Leave):
+                        exchange.leave(item.message)
                     elif isinstance(item, Action):
                         step.run_row(0, [item])
                     elif shards is not None:

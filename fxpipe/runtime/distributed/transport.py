@@ -9,8 +9,9 @@ ahead would wait for each other in a ring, so a number goes through each as it i
 GPU is the current stream's, not the caller's.
 """
 
+import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from fxpipe.runtime import stream
 from fxpipe.runtime.distributed.messages import SENT_AT_ONCE_BYTES
+from fxpipe.runtime.distributed.patience import LOOK_S
 from fxpipe.runtime.distributed.ranks import Ranks
 
 _LOOK_S = 2e-4  # how often a GPU is asked whether it is done
@@ -39,6 +41,10 @@ class Transport:
         self._ranks = ranks
         self._groups: dict[tuple[int, int], Any] = {}
         self._begun: dict[int, list[tuple[Any, Tensor]]] = defaultdict(list)  # by target
+        # How many have begun to be sent to each rank, and how many have left.
+        self._n_begun: Counter[int] = Counter()
+        self._n_left: Counter[int] = Counter()
+        self._one_left = threading.Condition()
         if device.type == "cuda":
             # Where threads wait for what has been sent, so that no stage's stream does.
             self._waiting = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -49,8 +55,8 @@ class Transport:
                         self._groups[route] = group
             ranks.together(self._set_up)
 
-    def send(self, tensor: Tensor, target: int, tag: int) -> None:
-        """Begin to send what is ready on the current stream.
+    def send(self, tensor: Tensor, target: int, tag: int) -> int:
+        """Begin to send what is ready on the current stream; gives as which of those to `target`.
 
         Its memory is held until it has left, and for small messages until some more have.
         """
@@ -61,6 +67,20 @@ class Transport:
         begun.append((work, tensor))
         if sum(tensor.nbytes for _, tensor in begun) >= SENT_AT_ONCE_BYTES:
             self._await(target)
+        self._n_begun[target] += 1
+        return self._n_begun[target]
+
+    def leave(self, target: int, n: int, check: Callable[[], None]) -> None:
+        """Return once the first n sent to `target` have left, if from a CPU; `check` may raise.
+
+        A GPU's leave in the order of its streams.
+        """
+        if self.device.type != "cpu" or self._n_left[target] >= n:
+            return
+        self._await(target)
+        with self._one_left:
+            while not self._one_left.wait_for(lambda: self._n_left[target] >= n, LOOK_S):
+                check()
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
         """Begin to receive into `tensor`; gives what to wait for."""
@@ -114,13 +134,17 @@ class Transport:
     def _await(self, target: int) -> None:
         """Let a thread wait for what has begun."""
         if begun := self._begun.pop(target, None):
-            self._ranks.sending[target].put(partial(self._sent, begun))
+            self._ranks.sending[target].put(partial(self._sent, target, begun))
 
-    def _sent(self, begun: list[tuple[Any, Tensor]]) -> None:
+    def _sent(self, target: int, begun: list[tuple[Any, Tensor]]) -> None:
         while begun:
             work, tensor = begun.pop(0)
             if tensor.device.type == "cpu":
                 work.wait()
+                del tensor
+                with self._one_left:
+                    self._n_left[target] += 1
+                    self._one_left.notify()
                 continue
             with stream.use_streams([self._waiting]):
                 work.wait()

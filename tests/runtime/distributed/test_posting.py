@@ -33,7 +33,7 @@ def posted(
     wires = wires_of(table.n_stages, *skips)
     rows = rank_rows(table, wires, table.stage_to_device, [])
     kept, ahead = [held(row) for row in table.rows], [ahead_bytes] * len(rows)
-    return with_posts(rows, table, kept, ahead, lambda message: n_bytes)
+    return with_posts(rows, by_clock(table), kept, ahead, lambda message: n_bytes)
 
 
 def shown(row: Row) -> str:
@@ -68,7 +68,7 @@ def test_what_stands_between_an_action_and_its_sends_is_no_place_of_its_own():
         for row in rank_rows(table, wires_of(3), (0, 1, 0), [])
     )
     kept = [[10.0] * len(row) for row in table.rows]
-    first, second = with_posts(rows, table, kept, (0, 0), lambda message: MESSAGE)
+    first, second = with_posts(rows, by_clock(table), kept, (0, 0), lambda message: MESSAGE)
     assert [item for item in first if not isinstance(item, Post)] == list(rows[0])
     assert shown(first) == "0F0 0F1 + - 2F0 + - 2F1"
     assert shown(second) == "+ - 1F0 + - 1F1"
@@ -84,7 +84,7 @@ def test_receives_are_posted_where_the_plan_has_room_to_spare() -> None:
         ends=dict.fromkeys((a for row in table.rows for a in row), 0.0),
         spare_bytes=[[MESSAGE] * 8, [0, 0, 0, MESSAGE, 0, 0, 0, 0]],
     )
-    first, second = with_posts(rows, table, kept, (0, 0), lambda message: MESSAGE, late)
+    first, second = with_posts(rows, late, kept, (0, 0), lambda message: MESSAGE)
     assert shown(first) == "0F0 + 0F1 + - 0B0 0F2 + - 0B1 0F3 + - 0B2 - 0B3"
     # There is room during 1B1 alone.
     assert shown(second) == "+ - 1F0 1B0 + - 1F1 + 1B1 - 1F2 1B2 + - 1F3 1B3"
@@ -139,7 +139,7 @@ def test_nor_what_the_plan_has_room_for_during_each_action(name, n_bytes, ahead_
     spare = [[random.choice((0, 0, 5, 20)) for _ in row] for row in table.rows]
     plan = replace(by_clock(table), spare_bytes=spare)
     ahead = [ahead_bytes] * len(rows)
-    early = with_posts(rows, table, kept, ahead, lambda message: n_bytes, plan)
+    early = with_posts(rows, plan, kept, ahead, lambda message: n_bytes)
     for row, actions, rooms in zip(early, table.rows, spare, strict=True):
         at_once = sorted(row, key=lambda item: not isinstance(item, Post))
         planned = load(at_once, held(actions), plan.comes, table, n_bytes, by_clock=True)
