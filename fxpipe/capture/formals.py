@@ -83,7 +83,8 @@ def _held(tracer: Any, variable: Any) -> Any:
         return variable
     if not side_effects.has_pending_mutation_of_attr(variable, "cell_contents"):
         return variable  # a variable that nothing is assigned to yet
-    return side_effects.load_cell(variable)
+    # As `load_cell`, which looks whether the variable is deleted: a text would be written then.
+    return side_effects.load_attr(variable, "cell_contents", deleted_ok=True, check=False)
 
 
 def _items(variable: Any) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from torch._dynamo.variables.lazy import LazySymNodeFormatString, LazyVariableTracker
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 
 class _Text(LazySymNodeFormatString):
@@ -33,12 +34,11 @@ def texts_left_open() -> Iterator[None]:
 
     def building(self: Any, instruction: Any) -> None:
         parts = self.popn(instruction.arg)
-        if not any(map(_tells_a_size, parts)):
-            self.stack.extend(parts)
-            build(self, instruction)
-        elif all(_tells_a_size(part) or part.is_python_constant() for part in parts):
+        sizes = [part for part in parts if _tells_a_size(part)]
+        alone = all(_tells_a_size(part) or part.is_python_constant() for part in parts)
+        if sizes and alone and not any(map(_is_data, sizes)):
             self.push(LazyVariableTracker.create(_Text(parts), source=None))
-        else:  # one tells of a tensor, so that the text is no constant anyway
+        else:  # with what one tells of a tensor, the text is no constant anyway
             self.stack.extend(_of_values(part) if _tells_a_size(part) else part for part in parts)
             build(self, instruction)
 
@@ -56,12 +56,17 @@ def texts_left_open() -> Iterator[None]:
 
 
 def _tells_a_size(part: Any) -> bool:
-    """Whether it is text of a size, or with sizes in it, that is not written yet."""
+    """Whether it is text of a size that is not written yet."""
     return (
         isinstance(part, LazyVariableTracker)
         and not part.is_realized()
         and isinstance(part.original_value(), LazySymNodeFormatString)
     )
+
+
+def _is_data(part: Any) -> bool:
+    """Whether the size is one that hangs on numbers, as of rows that are selected."""
+    return bool(free_unbacked_symbols(part.original_value().sym_node_var.sym_num))
 
 
 def _of_values(part: Any) -> Any:
