@@ -158,15 +158,18 @@ class Case:
         }
 
     def _loss_of_whole(self, output: Any, by_part: Sequence[Sequence[Tensor]]) -> Tensor:
-        """The micro-batches' losses, weighted; of the whole where outputs can't be divided."""
+        """The micro-batches' losses, weighted: each has its part of what grows with the batch.
+
+        The rest, by now the micro-batches' weighted mean, goes whole to each.
+        """
         structure, tensors = describe(output)
-        dims = self._batch_dims(training=True)
-        if None in dims:
-            return self.loss(output, self.whole.wanted)
         divided = [
-            torch.split(tensor, [part.size(dim) for part in parts], dim)
-            for tensor, dim, *parts in zip(tensors, dims, *by_part, strict=True)
-            if dim is not None
+            [tensor] * len(parts)
+            if dim is None
+            else torch.split(tensor, [part.size(dim) for part in parts], dim)
+            for tensor, dim, *parts in zip(
+                tensors, self._batch_dims(training=True), *by_part, strict=True
+            )
         ]
         losses = [
             self.loss(rebuild(structure, tensors_of_part), part.wanted) * self._share(part)

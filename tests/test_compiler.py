@@ -9,7 +9,7 @@ from unittest import mock
 import models
 import pytest
 import torch
-from flat import compile_flat, flat_profile
+from flat import compile_flat, flat_profile, verified
 from makers import MAKERS, captured, structured, target_of
 from torch import nn
 from torch.nn import functional as F
@@ -146,6 +146,21 @@ def test_what_compares_all_rows_is_of_each_micro_batch_and_said_to_be(tmp_path):
     assert said.startswith("output['scores'] float32[batch, batch] compares all rows")
     with pytest.raises(InputError, match=r"output\['scores'\].*fxpipe\.Runner"):
         fxpipe.load(out)(**inputs(8))
+
+
+class BesideItsLoss(models.Chain):
+    """A scalar, rows in dimension 0 and rows in dimension 1."""
+
+    def forward(self, x):
+        inside = x[:, None] * x.new_tensor([[1.0], [2.0], [3.0]])
+        rows = self.layers(inside).mean(1)
+        return rows.pow(2).mean(), rows, self.layers[0](inside).transpose(0, 1)
+
+
+def test_a_batch_in_any_dimension_is_compared_beside_a_loss(tmp_path):
+    package = verified(BesideItsLoss, MAKERS[models.Chain], tmp_path)
+    shapes = [output.spec.shape for output in package.manifest.outputs]
+    assert shapes == [(), ("batch", 6), (3, "batch", 6)]
 
 
 class CastsItsTable(models.Chain):
