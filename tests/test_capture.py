@@ -560,6 +560,15 @@ class ListsRows(models.Chain):
         return torch.stack([row * len(rows) for row in rows])
 
 
+class ThreeOfThree(models.Chain):
+    """Positions are of three kinds, and there are as many rows."""
+
+    def forward(self, mask, positions, x):
+        angles = positions.expand(3, -1).sum(0)
+        x = self.layers(x.double().float())
+        return x * angles + mask
+
+
 library = torch.library.Library("tests", "FRAGMENT")
 library.define("twice(Tensor x) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
@@ -630,7 +639,15 @@ class Quantized(models.Chain):
             ],
         ),
         (Frozen(), ["one batch size only", "view(4, 6)", "x.size(0)"]),
-        (ListsRows(), ["one batch size only", "rows = list(self.layers(x))", "(`list(x)`)"]),
+        (
+            ListsRows(),
+            [
+                "one batch size only",
+                "rows = list(self.layers(x))",
+                "(`list(x)`)",
+                "--allow-graph-breaks",
+            ],
+        ),
         (WritesItsWeight(), ["writes the parameter 'second.weight'", "outside of forward"]),
         (PythonDraws(), ["Python's random module", "torch.rand(())"]),
         (PythonPaths(), ["Python's random module", "torch.rand(())", "random.random() < 0.5"]),
@@ -651,6 +668,12 @@ def test_what_cannot_be_captured_names_the_line_and_the_way_out(model, says):
     with pytest.raises(CaptureError) as error:
         capture(model, (torch.randn(4, 6),), {})
     assert all(words in str(error.value) for words in says), str(error.value)
+
+
+def test_of_several_inputs_with_a_frozen_batch_the_line_is_that_which_froze_it():
+    with pytest.raises(CaptureError, match=r"batch size only, .*positions\.expand") as error:
+        capture(ThreeOfThree(), (torch.randn(3, 1), torch.randn(3, 6), torch.randn(3, 6)), {})
+    assert len(str(error.value.__cause__).split("User stack:")) > 2
 
 
 def test_hints_are_about_the_model_not_about_torch():

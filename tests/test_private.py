@@ -81,7 +81,7 @@ PRIVATE = {
     "torch.utils._sympy.functions.PythonMod": "capture/dynamo.py",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv._maybe_evaluate_static": "capture/dynamo.py",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv.replace": "capture/sizes.py",
-    "torch.fx.experimental.symbolic_shapes.ShapeEnv": "capture/sizes.py",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv": "capture/dynamo.py, capture/sizes.py",
     "torch.fx.experimental._config.use_duck_shape": "capture/dynamo.py",
     "torch._dynamo.maybe_mark_dynamic": "capture/dynamo.py, capture/frame.py",
     "torch.fx.node.map_aggregate": "capture/edit.py, costs/straight.py",
@@ -171,3 +171,9 @@ def test_the_capture_takes_a_module_and_returns_a_function_of_its_inputs():
     from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
 
     assert next(iter(inspect.signature(_dynamo_graph_capture_for_export).parameters)) == "mod"
+
+
+def test_a_trace_keeps_where_sizes_became_numbers():
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    assert ShapeEnv().specialization_stacks == {}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import islice
+from traceback import FrameSummary, walk_tb
 from typing import Any
 from unittest.mock import patch
 
@@ -141,7 +142,7 @@ def dynamo_graph(
             with functions_as_ops(), more_rules(), _transforms_undone(), symbols:
                 module = _dynamo_graph_capture_for_export(OneBatch())(*tensors)
     except ConstraintViolationError as error:
-        raise CaptureError(frozen_batch(str(error), len(rows[0]))) from error
+        raise CaptureError(frozen_batch(_first_fixed(error), len(rows[0]))) from error
     except (TorchDynamoException, GuardOnDataDependentSymNode, RuntimeError) as error:
         raise CaptureError(unsupported(error)) from error
     except AssertionError as error:
@@ -165,6 +166,17 @@ def quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _first_fixed(error: ConstraintViolationError) -> Sequence[FrameSummary]:
+    """Where in the user's code a size was first taken for a number.
+
+    The error's text has a stack for each input, in the order of the inputs: of most, where the
+    trace came upon that size again. Private to torch: tests/test_private.py.
+    """
+    held = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+    fixed = (sizes.specialization_stacks for sizes in held if isinstance(sizes, ShapeEnv))
+    return next((stack for stacks in fixed for stack in stacks.values()), ())
 
 
 def _no_guard(_parts: list[str], _arguments: str) -> tuple[str, str]:

@@ -1,6 +1,9 @@
 """Failures of tracing, told in the user's words."""
 
-from fxpipe.capture.places import parse_stack, place_text, user_frame, user_place
+from collections.abc import Sequence
+from traceback import FrameSummary
+
+from fxpipe.capture.places import parse_stack, place_of, place_text, user_frame, user_place
 
 PYTHON_DRAWS = (
     "forward draws numbers from Python's random module, of which no stage can be made: draw them "
@@ -35,16 +38,17 @@ def numpy_arrays(place: str) -> str:
     )
 
 
-def frozen_batch(message: str, batch: int) -> str:
-    """That the trace holds for the batch of `batch` rows alone, which `message` says."""
-    place = place_text(user_frame(parse_stack(message)))
+def frozen_batch(stack: Sequence[FrameSummary], batch: int) -> str:
+    """That the trace holds for the batch of `batch` rows alone, because of the line at `stack`."""
     return (
-        f"forward works for one batch size only, {place}\n"
+        f"forward works for one batch size only, {place_of(stack)}\n"
         "A pipeline cuts the batch into micro-batches: write x.size(0) in place of the number, "
         "which may not come from values of tensors either (`tolist`, `item`); and ops on all rows "
         "in place of a loop over them or a list of them (`list(x)`).\n"
         f"The batch is taken to be {batch}, dimension 0 of the first input with more than one row. "
-        "If that input has no batch, give it last, by name."
+        "If that input has no batch, give it last, by name.\n"
+        "Where forward runs on other batches all the same, as with such a loop, "
+        "--allow-graph-breaks pipelines the model's largest part without that line."
     )
 
 
