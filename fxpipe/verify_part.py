@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.capture.inputs import bind, input_names
+from fxpipe.errors import InputError, TargetError
 from fxpipe.loss import loss_of
 from fxpipe.no_checkpoints import no_checkpoints
 from fxpipe.precision import in_precision, set_precision
@@ -14,7 +16,7 @@ from fxpipe.runtime import Pipeline, Runner, splice
 from fxpipe.runtime.random import microbatch_seeds
 from fxpipe.runtime.runner import cut
 from fxpipe.runtime.structure import describe, rebuild
-from fxpipe.target import Target
+from fxpipe.target import Inputs, Target
 from fxpipe.verify_case import running_plain
 
 Note = Callable[[str, dict[str, Any], dict[str, Any]], None]
@@ -32,7 +34,7 @@ def verify_part(
     """Run both on `rows` rows, micro-batch by micro-batch, then whole in evaluation; `note` each.
 
     What is not in the pipeline is on `device`. Both draw the same random numbers, and take the
-    same branches.
+    same branches. Raises InputError for inputs that can't be cut, and TargetError.
     """
     plain = set_precision(target.build(), dtype).to(device)
     spliced = splice(set_precision(target.build(), dtype).to(device), pipe)
@@ -53,10 +55,24 @@ def verify_part(
         model.train()
     torch.manual_seed(seed)
     expected = []
-    with running_plain(target, plain, dtype):
-        for (piece, share), own in zip(cut(batch, m), microbatch_seeds(m), strict=True):
-            torch.manual_seed(own)
-            expected.append(train(plain, piece, share))
+    try:
+        with running_plain(target, plain, dtype):
+            for (piece, share), own in zip(cut(batch, m), microbatch_seeds(m), strict=True):
+                torch.manual_seed(own)
+                expected.append(train(plain, piece, share))
+    except TargetError as error:
+        whole = _given_whole(plain, made, rows)
+        if not whole:
+            raise
+        with running_plain(target, plain, dtype):  # else it fails by itself
+            train(plain, batch, 1.0)
+        raise InputError(
+            f"{type(plain).__name__} fails on a micro-batch, though not on the whole batch of "
+            f"{rows}: verify cuts inputs of {rows} rows, and can't tell which rows of {whole} "
+            "belong to a micro-batch. Give as many rows, as [batch, 2, ...] in place of "
+            "[2 * batch, ...], to a wrapper whose forward flattens them. (In training, a Runner's "
+            f"closure can choose them.)\n{error}"
+        ) from error.__cause__
     torch.manual_seed(seed)
     what = f"forward of {type(plain).__name__}, or the loss,"
     with target.running(what), no_checkpoints():
@@ -73,6 +89,16 @@ def verify_part(
         with torch.no_grad():
             outputs.append(_named([describe(model.eval()(*args, **kwargs))[1]]))
     note("eval(): outputs", *outputs)
+
+
+def _given_whole(model: nn.Module, made: Inputs, rows: int) -> str:
+    """The inputs that have other rows than the batch's, with how many."""
+    structure, tensors = describe(bind(model, made.args, made.kwargs)[1])
+    return ", ".join(
+        f"{name!r} ({len(tensor)} rows)"
+        for name, tensor in zip(input_names(structure), tensors, strict=True)
+        if tensor.dim() and len(tensor) not in (1, rows)
+    )
 
 
 def _named(outputs: list[list[Tensor]]) -> dict[str, Tensor]:

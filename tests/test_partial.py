@@ -1,6 +1,7 @@
 """Partial pipelining: what can't be one graph gives a package of its largest part, spliced in."""
 
 import copy
+import dataclasses
 import re
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe import target as targets
 from fxpipe.cli import app
-from fxpipe.errors import CaptureError, InputError
+from fxpipe.errors import CaptureError, InputError, TargetError
 from fxpipe.verify import verify
 
 
@@ -159,6 +160,13 @@ class Chooses(nn.Module):
         return self.layers(self.either(x))
 
 
+class Views(Submodule):
+    """Two for each row."""
+
+    def forward(self, x, views):
+        return super().forward(x + views[::2] - views[1::2])
+
+
 def target_of(kind):
     folder = str(Path(__file__).parent)
     inputs = lambda rows: {"x": torch.randn(rows, 6)}  # noqa: E731
@@ -206,6 +214,25 @@ def test_the_largest_part_is_pipelined_and_the_rest_runs_as_it_is(kind, tmp_path
         "backward(): buffers",
         "eval(): outputs",
     ]
+
+
+def test_inputs_that_verify_can_not_cut_are_told_as_such_and_what_the_model_raises_as_its_own(
+    tmp_path,
+):
+    def inputs(rows):
+        return torch.randn(rows, 6), torch.randn(2 * rows, 6)
+
+    given = {"devices": "cpu*2", "microbatches": 4, "allow_graph_breaks": True}
+    out = fxpipe.compile(Views(), inputs(8), **given).write(tmp_path / "out")
+    target = dataclasses.replace(target_of(Views), make_inputs=inputs)
+    says = (
+        r"on the whole batch of 8: verify cuts .* 8 rows, .* of 'views' \(16 rows\)(.|\n)*size of"
+    )
+    with pytest.raises(InputError, match=says):
+        verify(out, target)
+    odd = dataclasses.replace(target, make_inputs=lambda n: (inputs(n)[0], torch.randn(15, 6)))
+    with pytest.raises(TargetError, match="forward of Views in float64"):
+        verify(out, odd)
 
 
 @pytest.mark.cuda
