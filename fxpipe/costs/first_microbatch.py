@@ -68,10 +68,31 @@ def first_microbatch(
     try:
         yield microbatch(capture, inputs, n_microbatches, 0)
     except (RuntimeError, ValueError, IndexError) as error:
-        whole = [spec.name for spec in capture.inputs if not spec.batched]
-        hint = f"\n{', '.join(whole)}: given whole to each micro-batch" if whole else ""
+        way_out = _way_out(capture, inputs, rows, f"{type(error).__name__}: {error}")
         raise InputError(
             f"{capture.model_name} fails on a micro-batch of {rows // n_microbatches} rows, though "
-            f"not on the whole batch of {rows}: use fewer micro-batches or a larger batch\n"
-            f"{type(error).__name__}: {error}{hint}"
+            f"not on the whole batch of {rows}{way_out}"
         ) from error
+
+
+def _way_out(capture: Capture, inputs: Sequence[Tensor], rows: int, error: str) -> str:
+    """The `error`, and what to do: other numbers help no input that has the batch elsewhere."""
+    whole = {
+        given.name: [*tensor.shape]
+        for given, tensor in zip(capture.inputs, inputs, strict=True)
+        if not given.batched
+    }
+    hints = [f"{', '.join(whole)}: given whole to each micro-batch"] if whole else []
+    other = "use fewer micro-batches or a larger batch"
+    turned = {name: shape for name, shape in whole.items() if rows in shape}
+    if not turned:
+        return "\n".join([f": {other}", error, *hints])
+    for name, shape in turned.items():
+        dim = shape.index(rows)
+        others = map(str, shape[:dim] + shape[dim + 1 :])
+        hints.append(
+            f"If {name} has the batch in dimension {dim}: give it as "
+            f"[{', '.join(['batch', *others])}] to a wrapper that calls the model with "
+            f"{name}.movedim(0, {dim})"
+        )
+    return "\n".join(["", error, *hints, f"Else {other}"])

@@ -280,6 +280,23 @@ def test_so_is_a_smaller_one_than_is_measured():
         measured(model, torch.randn(3, 6), m=2)
 
 
+def test_an_input_with_the_batch_in_another_dimension_is_told_how_to_be_given():
+    class Kinds(torch.nn.Linear):
+        def forward(self, x, positions):
+            return super().forward(x) * positions.sum(0)
+
+    given = torch.randn(6, 4), torch.randn(3, 6, 4)
+    model = Kinds(4, 4)
+    captured = capture(model, given, {})
+    says = (
+        r"micro-batch of 2 rows, though not on the whole batch of 6\n(.|\n)*"
+        r"If positions has the batch in dimension 1: give it as \[batch, 3, 4\] to a wrapper .*"
+        r"positions\.movedim\(0, 1\)\nElse use fewer"
+    )
+    with pytest.raises(InputError, match=says):
+        profile(captured, model, given, n_microbatches=3, devices=parse_devices("cpu*2"))
+
+
 def test_an_index_beyond_the_rows_of_a_microbatch_is_told_with_what_goes_whole():
     class Edges(torch.nn.Module):
         def __init__(self):
