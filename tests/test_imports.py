@@ -26,6 +26,7 @@ HELPERS = (
     "fxpipe.memory",
     "fxpipe.outputs",
     "fxpipe.precision",
+    "fxpipe.quiet",
 )
 RULES = {
     "fxpipe.errors": (),

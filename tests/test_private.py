@@ -35,7 +35,7 @@ PRIVATE = {
     "torch._C._get_tracing_state": "runtime/transforms.py",
     "torch._C._get_dispatch_mode": "runtime/transforms.py",
     "torch.distributions.Distribution._validate_args": "capture/dynamo.py",
-    "torch._dynamo.metrics_context": "capture/dynamo.py",
+    "torch._dynamo.metrics_context": "quiet.py",
     "torch._dynamo.variables.constant.ConstantVariable.create": "capture/rules.py",
     "torch._dynamo.variables.tensor.TensorVariable.unpack_var_sequence": "capture/rules.py",
     "torch._dynamo.variables.tensor.TensorVariable.method_requires_grad_": "capture/rules.py",

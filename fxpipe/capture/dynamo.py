@@ -32,16 +32,11 @@ from fxpipe.capture.numpy_numbers import numbers_of_python
 from fxpipe.capture.region import Region
 from fxpipe.capture.rules import functions_as_ops, more_rules
 from fxpipe.errors import CaptureError
+from fxpipe.quiet import quiet
 from fxpipe.runtime.leaves import in_mode
 from fxpipe.runtime.structure import Structure, assemble, imported, tensors_at
 
 _EFFORT, _LONGEST, _DEEPEST = 100_000, 1000, 3
-_TALKATIVE = (  # print their own account of what we raise, or, before torch 2.13, of _SETTINGS
-    "torch._dynamo.metrics_context",
-    "torch._guards",
-    "torch._subclasses.fake_tensor",
-    "torch.fx.experimental.symbolic_shapes",
-)
 _SETTINGS: dict[str, Any] = {
     "allow_rnn": True,
     "ignore_logging_functions": {print, warnings.warn, logging.Logger.warning},
@@ -152,20 +147,6 @@ def dynamo_graph(
             raise CaptureError(numpy_arrays("an attribute is one")) from error
         raise
     return module.graph
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Meanwhile torch writes nothing of what fails under tracing, or on fake tensors."""
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _first_fixed(error: ConstraintViolationError) -> Sequence[FrameSummary]:

@@ -12,11 +12,12 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from fxpipe.capture.calls import Calls, calls_of
-from fxpipe.capture.dynamo import FlatModel, quiet
+from fxpipe.capture.dynamo import FlatModel
 from fxpipe.capture.edit import leaves_of
 from fxpipe.errors import FxpipeError
 from fxpipe.memory import faked
 from fxpipe.ops.interpret import DTYPE, TRAINING, Compute, run_graph
+from fxpipe.quiet import quiet
 from fxpipe.runtime.leaves import in_mode, places
 
 

@@ -1,5 +1,8 @@
 """Analytic costs: from operations and bytes, on a device that need not be there."""
 
+import logging
+from unittest import mock
+
 import models
 import pytest
 import torch
@@ -136,3 +139,23 @@ def test_shapes_that_depend_on_numbers_are_told_to_be_measured():
 
     with pytest.raises(InputError, match=r"aten\.nonzero.*analytic:h100 does not.*--profile"):
         worked_out(Chooses(), torch.randn(8, 6))
+
+
+def test_an_op_that_torch_can_not_run_by_shapes_is_told_to_be_measured():
+    class Grouped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 8, 8, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            ends = torch.full((2,), len(x), dtype=torch.int32)
+            return nn.functional.grouped_mm(x.to(self.weight.dtype), self.weight, offs=ends)
+
+    model, given = Grouped(), [torch.randn(8, 8)]
+    captured = capture(model, given, {})
+    model.float()  # which the fake version refuses, though the op takes it
+    says = r"by shapes alone, as analytic:h100 does, at .*grouped_mm.*--profile.*\n.*of BF16 type"
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    with mock.patch.object(logger, "handle") as told, pytest.raises(InputError, match=says):
+        analytic(captured, model, given, n_microbatches=2, device="analytic:h100")
+    told.assert_not_called()
