@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint_sequential
 
 import fxpipe
-from fxpipe.capture import capture
+from fxpipe.capture import capture, dynamo
 from fxpipe.capture.check import Check
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.ops.interpret import by_mode
@@ -569,6 +569,13 @@ class ThreeOfThree(models.Chain):
         return x * angles + mask
 
 
+class Kinds(models.Chain):
+    """Positions are [3, batch, 6]."""
+
+    def forward(self, x, positions):
+        return self.layers(x) * positions.sum(0)
+
+
 library = torch.library.Library("tests", "FRAGMENT")
 library.define("twice(Tensor x) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
@@ -674,6 +681,16 @@ def test_of_several_inputs_with_a_frozen_batch_the_line_is_that_which_froze_it()
     with pytest.raises(CaptureError, match=r"batch size only, .*positions\.expand") as error:
         capture(ThreeOfThree(), (torch.randn(3, 1), torch.randn(3, 6), torch.randn(3, 6)), {})
     assert len(str(error.value.__cause__).split("User stack:")) > 2
+
+
+def test_a_batch_frozen_by_an_input_that_has_it_elsewhere_is_told_how_to_give_that(monkeypatch):
+    monkeypatch.setattr(dynamo, "_EFFORT", -1)  # the model is too much for other symbols
+    with pytest.raises(CaptureError) as error:
+        capture(Kinds(), (torch.randn(4, 6), torch.randn(3, 4, 6)), {})
+    first, *_, last = str(error.value).splitlines()
+    assert "one batch size only" in first
+    assert "positions.sum(0)" in first
+    assert last.startswith("If positions has the batch in dimension 1: give it as [batch, 3, 6]")
 
 
 def test_hints_are_about_the_model_not_about_torch():

@@ -27,6 +27,7 @@ HELPERS = (
     "fxpipe.outputs",
     "fxpipe.precision",
     "fxpipe.quiet",
+    "fxpipe.turned",
 )
 RULES = {
     "fxpipe.errors": (),

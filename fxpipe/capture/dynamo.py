@@ -26,7 +26,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from fxpipe.capture.failures import PYTHON_DRAWS, frozen_batch, numpy_arrays, unsupported
 from fxpipe.capture.first_calls import Seen
-from fxpipe.capture.inputs import Form, copies
+from fxpipe.capture.inputs import Form, copies, input_names
 from fxpipe.capture.names import attribute
 from fxpipe.capture.numpy_numbers import numbers_of_python
 from fxpipe.capture.region import Region
@@ -137,7 +137,9 @@ def dynamo_graph(
             with functions_as_ops(), more_rules(), _transforms_undone(), symbols:
                 module = _dynamo_graph_capture_for_export(OneBatch())(*tensors)
     except ConstraintViolationError as error:
-        raise CaptureError(frozen_batch(_first_fixed(error), len(rows[0]))) from error
+        named = zip(input_names(model.inputs), tensors, batched, strict=True)
+        whole = {name: tensor.shape for name, tensor, is_batched in named if not is_batched}
+        raise CaptureError(frozen_batch(_first_fixed(error), len(rows[0]), whole)) from error
     except (TorchDynamoException, GuardOnDataDependentSymNode, RuntimeError) as error:
         raise CaptureError(unsupported(error)) from error
     except AssertionError as error:

@@ -1,9 +1,10 @@
 """Failures of tracing, told in the user's words."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from traceback import FrameSummary
 
 from fxpipe.capture.places import parse_stack, place_of, place_text, user_frame, user_place
+from fxpipe.turned import turned
 
 PYTHON_DRAWS = (
     "forward draws numbers from Python's random module, of which no stage can be made: draw them "
@@ -38,9 +39,14 @@ def numpy_arrays(place: str) -> str:
     )
 
 
-def frozen_batch(stack: Sequence[FrameSummary], batch: int) -> str:
-    """That the trace holds for the batch of `batch` rows alone, because of the line at `stack`."""
-    return (
+def frozen_batch(
+    stack: Sequence[FrameSummary], batch: int, whole: Mapping[str, Sequence[int]]
+) -> str:
+    """That the trace holds for the batch of `batch` rows alone, because of the line at `stack`.
+
+    `whole` are the shapes of inputs that go whole to each micro-batch.
+    """
+    message = (
         f"forward works for one batch size only, {place_of(stack)}\n"
         "A pipeline cuts the batch into micro-batches: write x.size(0) in place of the number, "
         "which may not come from values of tensors either (`tolist`, `item`); and ops on all rows "
@@ -50,6 +56,7 @@ def frozen_batch(stack: Sequence[FrameSummary], batch: int) -> str:
         "Where forward runs on other batches all the same, as with such a loop, "
         "--allow-graph-breaks pipelines the model's largest part without that line."
     )
+    return "\n".join([message, *turned(whole, batch)])
 
 
 def unsupported(error: Exception) -> str:

@@ -9,6 +9,7 @@ from fxpipe.errors import InputError
 from fxpipe.ir import Capture
 from fxpipe.runtime.fit import unmet
 from fxpipe.runtime.microbatch import parts_of
+from fxpipe.turned import turned
 
 
 def check_rows(rows: int, n_microbatches: int) -> None:
@@ -78,21 +79,13 @@ def first_microbatch(
 def _way_out(capture: Capture, inputs: Sequence[Tensor], rows: int, error: str) -> str:
     """The `error`, and what to do: other numbers help no input that has the batch elsewhere."""
     whole = {
-        given.name: [*tensor.shape]
+        given.name: tensor.shape
         for given, tensor in zip(capture.inputs, inputs, strict=True)
         if not given.batched
     }
-    hints = [f"{', '.join(whole)}: given whole to each micro-batch"] if whole else []
+    hint = [f"{', '.join(whole)}: given whole to each micro-batch"] if whole else []
     other = "use fewer micro-batches or a larger batch"
-    turned = {name: shape for name, shape in whole.items() if rows in shape}
-    if not turned:
-        return "\n".join([f": {other}", error, *hints])
-    for name, shape in turned.items():
-        dim = shape.index(rows)
-        others = map(str, shape[:dim] + shape[dim + 1 :])
-        hints.append(
-            f"If {name} has the batch in dimension {dim}: give it as "
-            f"[{', '.join(['batch', *others])}] to a wrapper that calls the model with "
-            f"{name}.movedim(0, {dim})"
-        )
-    return "\n".join(["", error, *hints, f"Else {other}"])
+    elsewhere = turned(whole, rows)
+    if elsewhere:
+        return "\n".join(["", error, *hint, *elsewhere, f"Else {other}"])
+    return "\n".join([f": {other}", error, *hint])
