@@ -8,9 +8,10 @@ from torch import fx, nn
 
 from fxpipe.codegen.arguments import Column, input_names, setting_names
 from fxpipe.codegen.loops import LOOP, Loop
-from fxpipe.codegen.made import Made, Written, made_of_stock
+from fxpipe.codegen.made import Made, Written, dtypes_within, made_of_stock
 from fxpipe.codegen.names import called_values
 from fxpipe.codegen.opening import open_part
+from fxpipe.codegen.own_dtype import DTYPE
 from fxpipe.codegen.parts import Facts, Opened, Part, Slot
 from fxpipe.codegen.scope import Scope
 from fxpipe.ir import Capture
@@ -60,7 +61,10 @@ def design(
     capture: Capture,
     modules: Sequence[nn.Module],
 ) -> Design | None:
-    """One class for `parts`, which have one key; None if it could not tell a size it needs."""
+    """One class for `parts`, which have one key.
+
+    None if it could not tell a size that it needs, or the model's dtype.
+    """
     first, columns = parts[0], _columns(parts)
     opened = open_part(first, facts, lambda slot: slot.content)
     taken = {name.partition(".")[0] for name in (*opened.made, *opened.tensors)}
@@ -77,6 +81,11 @@ def design(
     for size in {size for text in opened.texts for size in sizes_in(text)}:
         if all(where_told(spec, size) is None for spec in given):
             return None
+    state = {name: facts.state[f"{first.path}.{name}"] for name in opened.tensors}
+    dtypes = {own.dtype for own in state.values() if isinstance(own, nn.Parameter)}
+    dtypes.update(dtypes_within(opened.made.items()).values())
+    if capture.dtype not in dtypes and any(DTYPE.search(text) for text in opened.texts):
+        return None
     outputs = tuple(sorted(frozenset[int]().union(*(part.outputs for part in parts))))
     return Design(
         scope=_scope(

@@ -2,21 +2,22 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from fxpipe.codegen.body import Body
 from fxpipe.codegen.comments import Comments, Line
 from fxpipe.codegen.constructor import Constructor, construct
 from fxpipe.codegen.loops import LOOP, collected_names, item_of, read_throughout
-from fxpipe.codegen.names import local_names, path
+from fxpipe.codegen.names import local_names
+from fxpipe.codegen.own_dtype import DTYPE, own_dtypes
 from fxpipe.codegen.reading import names_device
 from fxpipe.codegen.scope import Scope
 from fxpipe.codegen.sizes import size_lines
-from fxpipe.runtime.manifest import Mode, TensorSpec
+from fxpipe.runtime.manifest import Mode
 
 _CONDITION: dict[Mode | None, str] = {
     None: "",
@@ -118,10 +119,8 @@ def _method(
     )
     names |= collected_names(scope.nodes, names)
     parameters = [f"{names[value]}: {_kind(scope, value)}" for value in scope.inputs]
-    body = [
-        *_opening(scope, names, made, dtype),
-        *Body(scope, every, names, made.containers, comments).lines(),
-    ]
+    lines = [*Body(scope, every, names, made.containers, comments).lines()]
+    body = _opened(scope, names, next(own_dtypes(scope, names, every, made, dtype)), lines)
     results = [f"{names[value]}{_CONDITION[scope.modes.get(value)]}" for value in scope.outputs]
     body = _returning(body, ", ".join(_starred(results, _lengths(scope, names))) or "()")
     text = [part for line in body for part in str(line).split("\n")]
@@ -139,49 +138,27 @@ def _method(
     )
 
 
-def _opening(
-    scope: Scope, names: Mapping[str, str], made: Constructor, dtype: torch.dtype
-) -> Iterator[Line]:
-    """What the ops need to know of the inputs: sizes, dtype, device."""
+def _opened(
+    scope: Scope, names: Mapping[str, str], dtype: str, lines: Sequence[Line]
+) -> list[Line]:
+    """The lines behind those that tell sizes, the model's dtype and the device, if they are read.
+
+    What is read once, the dtype, stands in its place if there is room.
+    """
     always = [v for v in scope.inputs if v not in scope.modes]
-    given = {v: (names[v], scope.specs[v]) for v in always if v in scope.specs}
-    yield from map(Line, size_lines(scope.texts, [*given.values()]))
-    if any(re.search(r"\bdtype\b", text) for text in scope.texts):
-        yield Line(f"dtype = {next(_dtypes(scope, given, made, dtype))}")
+    given = [(names[v], scope.specs[v]) for v in always if v in scope.specs]
+    opening = [*map(Line, size_lines(scope.texts, given))]
+    if any(DTYPE.search(text) for text in scope.texts):
+        written = [replace(line, code=DTYPE.sub(dtype, line.code)) for line in lines]
+        changed = [new for new, line in zip(written, lines, strict=True) if new != line]
+        if sum(len(DTYPE.findall(line.code)) for line in lines) == 1 and changed[0].fits:
+            lines = written
+        else:
+            opening.append(Line(f"dtype = {dtype}"))
     if any(names_device(node) for node in scope.nodes):
         device = f"{names[always[0]]}.device" if always else 'torch.device("cpu")'
-        yield Line(f"device = {device}")
-
-
-def _dtypes(
-    scope: Scope,
-    given: Mapping[str, tuple[str, TensorSpec]],
-    made: Constructor,
-    dtype: torch.dtype,
-) -> Iterator[str]:
-    """What tells the model's own dtype, best first.
-
-    No autocast changes that of a parameter, or of an input of the model.
-    """
-    inputs = {
-        value: f"{variable}.dtype"
-        for value, (variable, spec) in given.items()
-        if spec.torch_dtype == dtype and value not in scope.fixed
-    }
-    read = (used for node in scope.nodes for used in node.all_input_nodes)
-    models = {used.name for used in read if used.op == "placeholder" and not scope.path}
-    yield from (text for value, text in inputs.items() if value in models)
-    for node in scope.nodes:
-        for used in node.all_input_nodes:
-            tensor = scope.state.get(str(used.target)) if used.op == "get_attr" else None
-            if isinstance(tensor, nn.Parameter) and tensor.dtype == dtype:
-                yield f"{path(str(used.target), made.containers)}.dtype"
-        if node.op == "call_module" and LOOP not in node.meta:
-            for name, own in scope.made[str(node.target)].dtypes.items():
-                if own == dtype:
-                    yield f"{path(f'{node.target}.{name}', made.containers)}.dtype"
-    yield from inputs.values()
-    yield "torch.get_default_dtype()"
+        opening.append(Line(f"device = {device}"))
+    return [*opening, *lines]
 
 
 def _type(value: object) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import networkx as nx
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxpipe.errors import CaptureError
 from fxpipe.ir import Capture, own_storage
@@ -110,25 +110,25 @@ def _made_of_nothing(capture: Capture) -> Iterable[tuple[str, str]]:
 
 
 def _without_dtype(capture: Capture) -> Iterable[tuple[str, str]]:
-    """Ops that ask for the model's dtype but read nothing that has it, each with its first reader.
+    """Ops that ask for the model's dtype, each with the next op, or else the last, that tells it.
 
-    So every stage that asks holds a parameter or takes a value that tells.
+    So every stage that asks holds a parameter: no other tensor has its dtype under autocast, and
+    for inputs that were not moved to another as the model was.
     """
-    unknown: set[str] = set()
-    fixed = capture.fixed
-    for node in _nodes(capture):
-        reads = [used for used in node.all_input_nodes if used.name not in unknown]
-        asked = any(
-            used.target in (DTYPE, limit) for used in reads if used.name in capture.literals
-        )
-        asks = asked or len(reads) < len(node.all_input_nodes)
-        values = [used.meta.get("val") for used in reads if used.name not in fixed]
-        tells = any(isinstance(value, Tensor) and value.dtype == capture.dtype for value in values)
-        readers = [user for user in node.users if user.name in capture.ops]
-        if asks and not tells and node.op != "call_module":
-            unknown.add(node.name)
-            if readers:
-                yield node.name, min(readers).name
+    nodes = _nodes(capture)
+    telling = [place for place, node in enumerate(nodes) if _tells_dtype(capture, node)]
+    for place, node in enumerate(nodes):
+        read = (used for used in node.all_input_nodes if used.name in capture.literals)
+        if telling and any(used.target in (DTYPE, limit) for used in read):
+            yield node.name, nodes[next((k for k in telling if k >= place), telling[-1])].name
+
+
+def _tells_dtype(capture: Capture, node: fx.Node) -> bool:
+    """Whether an op uses a parameter of the model's dtype."""
+    used = [capture.state.get(str(used.target)) for used in node.all_input_nodes]
+    if node.op == "call_module":
+        used += capture.modules[str(node.target)].parameters()
+    return any(isinstance(own, nn.Parameter) and own.dtype == capture.dtype for own in used)
 
 
 def _ordered(

@@ -1,7 +1,8 @@
-"""Dtypes that forward reads off a value it computed, and limits of them, kept as such in the graph.
+"""Dtypes that forward reads off a tensor, and limits of them, kept as such in the graph.
 
 Dynamo gives `h.dtype` as the dtype that `h` had as it was traced. Under autocast `h` may have
-another, so each op that takes the dtype reads it of `h` again. Private to torch:
+another, as may what a model is given that was moved to another, or its parameters then: each op
+that takes the dtype reads it of `h` again. Private to torch:
 tests/test_private.py.
 """
 

@@ -1,7 +1,9 @@
 """The model's own dtype, which tracing bakes into a graph, made an input of it again.
 
-`x.to(torch.float32)`, where it was `x.to(y.dtype)`, becomes `x.to(dtype)`. Which dtypes the user
-wrote as such can't be seen in one graph: the model is run, or traced, in another precision too.
+What was read off a parameter becomes `dtype`, which a stage reads off any parameter that it holds.
+So does `torch.float32` in `x.to(torch.float32)` where Python made it of tensors' dtypes. Which ones
+the user wrote as such can't be seen in one graph: the model is run, or traced, in another precision
+too.
 """
 
 import copy
@@ -16,7 +18,7 @@ from fxpipe.capture.edit import Flags, Trace, kind_of, leaves_of, ops_of
 from fxpipe.capture.follow import follow
 from fxpipe.capture.simplify import CASTS
 from fxpipe.errors import FxpipeError
-from fxpipe.ops.interpret import DTYPE, limit, model_dtype
+from fxpipe.ops.interpret import DTYPE, limit, model_dtype, reads_dtype
 from fxpipe.precision import in_precision, set_precision
 
 _LIMITS = ("min", "max", "eps", "tiny")
@@ -32,7 +34,7 @@ def open_dtypes(
 ) -> bool:
     """Rewrite `graph`, traced in train mode, so that it reads the model's dtype where it means it.
 
-    Nothing is to be done where no op casts to the model's dtype, or holds it or a limit of it. What
+    Nothing is to be done where no op asks for the model's dtype, or holds it or a limit of it. What
     is meant is seen by running the model in another precision, or else by `trace`, which gives the
     graph of a copy of it. Where that copy runs other ops, or can't be traced, constants stay as
     they are. Returns whether it was seen to run others.
@@ -41,7 +43,8 @@ def open_dtypes(
     other = torch.float32 if own == torch.float64 else torch.float64
     swaps: dict[Any, Any] = {limit(own, name): limit(other, name) for name in _LIMITS}
     swaps[own] = other
-    if not any(_names(node, own, swaps) for node in ops_of(graph)):
+    asks = any(node.target == DTYPE for node in graph.nodes)
+    if not asks and not any(_names(node, own, swaps) for node in ops_of(graph)):
         return False
     wider = [in_precision(tensor, other) for tensor in tensors]
     followed = follow(graph, model, modules, state, wider, swaps, other)
@@ -62,6 +65,25 @@ def open_dtypes(
         if len(leaves_of(node)) == len(leaves_of(theirs)):
             _open(graph, node, _constants(theirs), own, other)
     return False
+
+
+def share_reads(graph: fx.Graph, model: FlatModel) -> None:
+    """Let all reads of the model's dtype off its parameters be one in `graph`.
+
+    So no stage holds a parameter for its dtype alone. What has another, or is a buffer, is read
+    itself.
+    """
+    own, flags = model_dtype(model), Flags(graph)
+    parameters = dict(model.model.named_parameters(remove_duplicate=False))
+    for read in [node for node in graph.nodes if reads_dtype(node)]:
+        (of,) = read.all_input_nodes
+        if of.target == DTYPE:
+            read.replace_all_uses_with(flags.limit(str(read.args[1])))
+        elif of.target in parameters and parameters[str(of.target)].dtype == own:
+            read.replace_all_uses_with(flags.attribute(DTYPE))
+        else:
+            continue
+        graph.erase_node(read)
 
 
 def _names(node: fx.Node, own: torch.dtype, swaps: Mapping[Any, Any]) -> bool:
@@ -97,8 +119,7 @@ def _open(
         if isinstance(leaf, float) and leaf != twin:
             for name in _LIMITS:
                 if (leaf, twin) == (limit(own, name), limit(other, name)):
-                    text = f"torch.finfo(dtype).{name}"
-                    return flags.call(limit, (flags.attribute(DTYPE), name), text, node)
+                    return flags.limit(name)
         return leaf
 
     node.args = fx.node.map_aggregate(node.args, opened)

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxpipe.capture.dynamo import FlatModel
-from fxpipe.ops.interpret import DTYPE, TRAINING
+from fxpipe.ops.interpret import DTYPE, TRAINING, limit
 from fxpipe.ops.regions import PLAIN, REGION, Autocast
 
 Trace = Callable[[FlatModel, Sequence[Tensor]], tuple[fx.Graph, dict[str, nn.Module]]]
@@ -29,6 +29,15 @@ class Flags:
             self._attributes[name].meta.update({} if text is None else {"text": text})
         next(iter(self._graph.nodes)).prepend(self._attributes[name])
         return self._attributes[name]
+
+    def limit(self, name: str) -> fx.Node:
+        """The node that is this limit of the model's own dtype, for any op as well."""
+        dtype, text = self.attribute(DTYPE), f"torch.finfo(dtype).{name}"
+        for user in dtype.users:
+            if user.meta.get("text") == text:
+                return user
+        first = next(node for node in self._graph.nodes if node.op.startswith("call_"))
+        return self.call(limit, (dtype, name), text, first)
 
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], text: str, user: fx.Node

@@ -155,10 +155,8 @@ class _Builder:
             container = self.values[node.args[0]]  # type: ignore[index]
             if isinstance(container, list):  # an item of an opened region's outputs
                 return container[node.args[1]]  # type: ignore[index]
-        if reads_dtype(node):
-            of = self.values[node.args[0]]  # type: ignore[index]
-            if not isinstance(of, fx.Node) or of.op == "placeholder" or not node.users:
-                return node.meta["example_value"]  # no autocast changes that of what is given
+        if reads_dtype(node) and not node.users:
+            return node.meta["example_value"]
         if only_moves(node):
             moved = self.values[node.args[0]]  # type: ignore[index]
             if isinstance(moved, fx.Node):

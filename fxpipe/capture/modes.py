@@ -18,7 +18,16 @@ from fxpipe.capture.edit import Flags, Trace, form_of, kind_of, leaves_of, ops_o
 from fxpipe.errors import FxpipeError
 from fxpipe.ir import Op
 from fxpipe.ops.constants import same
-from fxpipe.ops.interpret import DTYPE, HUNK, MODE, TRAINING, by_mode, model_dtype, when_training
+from fxpipe.ops.interpret import (
+    DTYPE,
+    HUNK,
+    MODE,
+    TRAINING,
+    by_mode,
+    limit,
+    model_dtype,
+    when_training,
+)
 from fxpipe.ops.regions import PLAIN, REGION
 from fxpipe.runtime.leaves import in_mode, places, renumbered
 from fxpipe.runtime.structure import Structure
@@ -101,6 +110,11 @@ class _Merge:
         evaluation: list[fx.Node] = []
         self.mapped.update(
             (n, self.flags.attribute(str(n.target))) for n in self.twin.nodes if n.op == "get_attr"
+        )
+        self.mapped.update(
+            (n, self.flags.limit(str(n.args[1])))
+            for n in self.twin.nodes
+            if n.target is limit and "text" in n.meta
         )
         for tag, i1, i2, j1, j2 in self._parts():
             if tag != "equal":

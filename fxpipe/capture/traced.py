@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from fxpipe.capture.assigned import copy_what_is_kept, write_back
 from fxpipe.capture.calls import CallCheck
 from fxpipe.capture.check import Check, Checked
-from fxpipe.capture.dtypes import open_dtypes
+from fxpipe.capture.dtypes import open_dtypes, share_reads
 from fxpipe.capture.dynamo import FlatModel, dynamo_graph
 from fxpipe.capture.functions import Functions
 from fxpipe.capture.graph import own_graph
@@ -102,7 +102,9 @@ def _trace(
         sizes.append(describe_sizes(graph, tensors, batched))
         if sizes[-1].shapes != sizes[0].shapes:
             raise CaptureError("another dtype or mode leaves other sizes open")
-        return graph, call_stock_modules(graph, flat.model)
+        modules = call_stock_modules(graph, flat.model)
+        share_reads(graph, flat)
+        return graph, modules
 
     with untouched(model, names.state):
         flat.train()
