@@ -80,6 +80,11 @@ PRIVATE = {
     "torch.utils._sympy.functions.Mod": "capture/dynamo.py",
     "torch.utils._sympy.functions.PythonMod": "capture/dynamo.py",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv._maybe_evaluate_static": "capture/dynamo.py",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv._set_replacement": "capture/sizes_equated.py",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv._update_var_to_range": (
+        "capture/sizes_equated.py"
+    ),
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.bound_sympy": "capture/sizes_equated.py",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv.replace": "capture/sizes.py",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv": "capture/dynamo.py, capture/sizes.py",
     "torch.fx.experimental._config.use_duck_shape": "capture/dynamo.py",

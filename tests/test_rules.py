@@ -63,3 +63,21 @@ def test_a_mask_that_is_known_to_be_causal_is_none(kind, says, tmp_path):
     verified(kind, lambda rows: {"x": torch.randn(rows, 5, 8)}, tmp_path)
     text = "".join(path.read_text() for path in (tmp_path / "out").glob("*.py"))
     assert ("is_causal=True" in text) == says
+
+
+def test_a_size_that_data_decides_may_be_a_multiple_of_the_batch():
+    """Of 16 times, whose bound torch rounds up."""
+
+    class Sounds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.sound = nn.Embedding(11, 4), nn.Linear(6, 16)
+
+        def forward(self, ids, sounds):
+            words, heard = self.words(ids), self.sound(sounds)
+            mask = (ids == 9)[..., None].expand_as(words)
+            torch._check(words[mask].numel() == heard.numel())
+            return words.masked_scatter(mask, heard)
+
+    ids = torch.tensor([0, 9, 9, 9, 9, 1]).repeat(4, 1)
+    assert capture(Sounds(), (ids, torch.randn(4, 6)), {}).checked == "train and eval"

@@ -14,6 +14,7 @@ from fxpipe.capture.causal import causal_masks_known
 from fxpipe.capture.dtype_reads import dtypes_read
 from fxpipe.capture.formals import noted_formals
 from fxpipe.capture.numpy_numbers import functions_of_numbers
+from fxpipe.capture.sizes_equated import sizes_equated
 from fxpipe.capture.texts import texts_left_open
 from fxpipe.ops.constants import same
 
@@ -95,6 +96,7 @@ def more_rules() -> Iterator[None]:
         causal_masks_known(),
         dtypes_read(),
         functions_of_numbers(),
+        sizes_equated(),
         texts_left_open(),
         _calls_counted(),
         _handlers_apart(),
