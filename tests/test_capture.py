@@ -178,6 +178,19 @@ def test_ops_that_depend_on_the_models_dtype_are_for_that_one_alone(tmp_path):
     assert result.equal, result
 
 
+class Single(models.Chain):
+    """Takes no float64, in which it would be seen what `torch.float32` stands for."""
+
+    def forward(self, x):
+        if x.dtype == torch.float64:
+            raise ValueError("float32 only")
+        return self.layers(x * 2).float().sin()
+
+
+def test_where_dtypes_could_not_be_told_the_graph_is_for_one_alone():
+    assert capture(Single(), (), rows(8)).checked == "train and eval, in float32 alone"
+
+
 class Rotary(models.Chain):
     """Llama's rotations: a plain attribute, which `model.to(dtype)` leaves alone."""
 

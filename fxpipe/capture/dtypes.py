@@ -37,14 +37,15 @@ def open_dtypes(
     Nothing is to be done where no op asks for the model's dtype, or holds it or a limit of it. What
     is meant is seen by running the model in another precision, or else by `trace`, which gives the
     graph of a copy of it. Where that copy runs other ops, or can't be traced, constants stay as
-    they are. Returns whether it was seen to run others.
+    they are. Returns whether they do: the graph may then be right in this dtype alone.
     """
     own = model_dtype(model)
     other = torch.float32 if own == torch.float64 else torch.float64
     swaps: dict[Any, Any] = {limit(own, name): limit(other, name) for name in _LIMITS}
     swaps[own] = other
     asks = any(node.target == DTYPE for node in graph.nodes)
-    if not asks and not any(_names(node, own, swaps) for node in ops_of(graph)):
+    named = any(_names(node, own, swaps) for node in ops_of(graph))
+    if not asks and not named:
         return False
     wider = [in_precision(tensor, other) for tensor in tensors]
     followed = follow(graph, model, modules, state, wider, swaps, other)
@@ -57,7 +58,7 @@ def open_dtypes(
     try:
         twin, _ = trace(set_precision(copy.deepcopy(model), other), wider)
     except (FxpipeError, RuntimeError):
-        return False
+        return named
     if [*map(kind_of, ops_of(graph))] != [*map(kind_of, ops_of(twin))]:
         return True
     for node, theirs in zip(ops_of(graph), ops_of(twin), strict=True):
