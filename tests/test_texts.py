@@ -71,14 +71,15 @@ def test_rows_stay_open(forward):
     assert captured.specs[captured.outputs[0]].shape == ("batch", 2)
 
 
-def test_a_text_of_rows_that_says_what_to_do_is_refused_at_its_line():
+@pytest.mark.parametrize("form", ["", "d", "3d"])
+def test_a_text_of_rows_that_says_what_to_do_is_refused_at_its_line(form):
     class Keyed(Model):
         def __init__(self):
             super().__init__()
-            self.by_rows = {f"{rows} rows": rows for rows in range(9)}
+            self.by_rows = {f"{rows:{form}} rows": rows for rows in range(9)}
 
         def forward(self, x):
-            key = f"{x.size(0)} rows"
+            key = f"{x.size(0):{form}} rows"
             return self.head6(x) * self.by_rows[key]
 
     with pytest.raises(CaptureError, match=r"one batch size only, .*\n?.*self\.by_rows\[key\]"):

@@ -27,7 +27,10 @@ class _Text(LazySymNodeFormatString):
 
 @contextmanager
 def texts_left_open() -> Iterator[None]:
-    """F-strings fix the sizes in them where they are used, and not before."""
+    """F-strings fix the sizes in them where they are used, and not before.
+
+    There a number is written by its format: Dynamo's own is that of its text.
+    """
     from torch._dynamo import symbolic_convert
 
     build = symbolic_convert.InstructionTranslatorBase.BUILD_STRING
@@ -48,11 +51,17 @@ def texts_left_open() -> Iterator[None]:
         symbolic_convert.InliningGeneratorInstructionTranslator,
     )
     with ExitStack() as patched:
+        patched.enter_context(patch.object(LazySymNodeFormatString, "__repr__", _written))
         for translator in translators:
             table = list(translator.dispatch_table)
             table[dis.opmap["BUILD_STRING"]] = building
             patched.enter_context(patch.object(translator, "dispatch_table", table))
         yield
+
+
+def _written(text: Any) -> str:
+    form: str = text.fmt_var.as_python_constant()
+    return form.format(text.sym_node_var.evaluate_expr())
 
 
 def _tells_a_size(part: Any) -> bool:
