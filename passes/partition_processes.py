@@ -17,9 +17,9 @@ def with_messages_held(
 ) -> Plan:
     """The plan whose peaks count what its processes hold of messages, where there is room for it.
 
-    What is sent is let go of some at a time, a message at least, which may have to wait until it is
-    asked for. And to ask another process for a message wakes it, which takes a processor as long as
-    some small ops do: there is room to ask for several at once.
+    What is sent is let go of some at a time, a message at least, which may wait until it is asked
+    for, while the next one is made. And to ask another process for a message wakes it, which takes
+    a processor as long as some small ops do: there is room to ask for several at once.
     """
     if network.link.value_ms == 0:
         return plan
@@ -36,7 +36,7 @@ def with_messages_held(
         zip(plan.estimate.peak_bytes, capacity_bytes, strict=True)
     ):
         leaving = sum(
-            min(n_bytes, most_leaving(largest[pair]))
+            min(n_bytes, most_leaving(largest[pair]) + largest[pair])
             for pair, n_bytes in sent.items()
             if pair[0] == d != pair[1]
         )

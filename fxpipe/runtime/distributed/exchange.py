@@ -77,6 +77,7 @@ class Exchange:
         self._posted: dict[int, deque[_Posted]] = defaultdict(deque)
         self._targets: dict[int, None] = {}
         self._sent: dict[Message, int] = {}  # as which of those to its target
+        self._told: set[int] = set()  # targets of messages that told what they are
         self._waiting: Message | None = None
         self._leaving: Sequence[int] = ()
 
@@ -141,7 +142,7 @@ class Exchange:
         self._begin(message, tensor.permute(layout.order), _KNOWN)
 
     def leave(self, message: Message) -> None:
-        """Return once it has left, if it may be waited for: one whose receive is posted ahead.
+        """Return once it has left, and those before it, if all their receives are posted ahead.
 
         Raises StoppedError if the call is stopped meanwhile.
         """
@@ -182,7 +183,9 @@ class Exchange:
             plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
             place = self._transport.send(plain, message.target, tag)
             self._targets[message.target] = None
-            if tag == _KNOWN:
+            if tag != _KNOWN:
+                self._told.add(message.target)
+            elif message.target not in self._told:
                 self._sent[message] = place
 
     def _tell(self, message: Message, tensor: Tensor | None, gradient: bool) -> None:

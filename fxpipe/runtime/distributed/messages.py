@@ -104,9 +104,9 @@ Row = tuple[Item, ...]
 
 
 def most_leaving(largest_bytes: int) -> int:
-    """How many bytes a rank holds at most of what leaves for another, of messages up to so large.
+    """How much of what leaves for another rank waits at most, in bytes, as one action begins.
 
-    Not counted is what leaves while the one before it does.
+    That is of messages up to so large. What the action sends may come to it.
     """
     return max(SENT_AT_ONCE_BYTES, largest_bytes)
 
