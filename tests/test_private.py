@@ -34,6 +34,7 @@ PRIVATE = {
     "torch._C._autograd._get_current_graph_task_keep_graph": "runtime/compiled.py",
     "torch._C._get_tracing_state": "runtime/transforms.py",
     "torch._C._get_dispatch_mode": "runtime/transforms.py",
+    "torch._ops._get_dispatch_mode_pre_dispatch": "runtime/transforms.py",
     "torch.distributions.Distribution._validate_args": "capture/dynamo.py",
     "torch._dynamo.metrics_context": "quiet.py",
     "torch._dynamo.variables.constant.ConstantVariable.create": "capture/rules.py",

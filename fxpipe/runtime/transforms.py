@@ -23,9 +23,11 @@ def refuse_transforms() -> None:
 
 def _tracing() -> bool:
     """Whether this thread's ops are taken down; by private names of torch 2.11 and 2.13."""
-    proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-    tracing = torch._C._get_tracing_state() is not None or proxies is not None
-    return tracing or torch.compiler.is_exporting()
+    key = torch._C._TorchDispatchModeKey.PROXY
+    # Those of torch.export: whether it exports, torch.compiler tells all threads alike.
+    before = torch._ops._get_dispatch_mode_pre_dispatch(key)  # type: ignore[no-untyped-call]
+    proxies = torch._C._get_dispatch_mode(key) or before
+    return torch._C._get_tracing_state() is not None or proxies is not None
 
 
 def _transforming() -> bool:

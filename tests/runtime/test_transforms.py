@@ -58,6 +58,12 @@ def test_a_trace_is_refused_and_leaves_nothing_behind(tmp_path, toy, trace):
     assert same(pipe(*inputs), model(*inputs))
 
 
+def test_an_export_on_another_thread_is_none_of_this_one(tmp_path, monkeypatch):
+    model, pipe = both(tmp_path, CHAIN)
+    monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True)  # which all threads see
+    assert same(pipe(*CHAIN.inputs()), model(*CHAIN.inputs()))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_jacobians_are_the_models(tmp_path, mode):
     model, pipe = both(tmp_path, CHAIN, checkpoint=mode)
