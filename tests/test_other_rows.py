@@ -1,5 +1,7 @@
 """Models that don't take one row more than they were given: multiples of a number, or no more."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.runtime.torch_pipelining.crossings import sizes_of_microbatch
+from fxpipe.show.texts import checked_text
 
 
 class Between(nn.Module):
@@ -53,6 +56,13 @@ class Triples(Between):
 class PairsInTraining(Pairs):
     def group(self, x):
         return super().group(x) if self.training else x
+
+
+class Doubled(Between):
+    """It takes any rows, and does something else with some of them."""
+
+    def group(self, x):
+        return x * 2 if len(x) % 2 == 0 else x
 
 
 class Slots(Between):
@@ -189,6 +199,16 @@ def test_a_model_without_memory_takes_groups_too():
         model = Triples()
     package = compiled(model, torch.randn(12, 8), microbatches=4)
     assert package.capture.conditions == ("batch % 3 == 0",)
+
+
+def test_conditions_of_a_model_without_memory_stay_where_its_calls_differ():
+    """No rows agree, so that none can show that a condition is needless."""
+    with fxpipe.without_memory():
+        model = Doubled()
+    with mock.patch("fxpipe.capture.calls.calls_of", lambda run: (run(), [object()])[1]):
+        package = compiled(model, torch.randn(12, 8), microbatches=2)
+    assert checked_text(package.capture.checked).startswith("not known to be equal to the model")
+    assert package.capture.conditions == ("batch % 2 == 0",)
 
 
 def test_a_region_takes_groups_too():

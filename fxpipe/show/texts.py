@@ -34,5 +34,5 @@ def plural(n: int, noun: str, ending: str = "s") -> str:
 def checked_text(checked: str) -> str:
     """In which modes the graph was compared with the model, as a package has it."""
     if checked == "nothing":
-        return "not compared with the model, which was built without memory"
+        return "not known to be equal to the model, which was built without memory"
     return f"equal to the model in {checked}"
