@@ -1,5 +1,6 @@
 """Models that don't take one row more than they were given: multiples of a number, or no more."""
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -43,6 +44,13 @@ class Halves(Between):
     def group(self, x):
         low, high = x.chunk(2)
         return torch.cat([low + high, low - high])
+
+
+class Quarters(Between):
+    """One row more has three chunks of three."""
+
+    def group(self, x):
+        return torch.cat([part - part.mean(0) for part in x.chunk(4)])
 
 
 class Triples(Between):
@@ -245,6 +253,14 @@ def test_inputs_of_other_rows_that_belong_together_are_told(images):
     assert "\nRuntimeError: shape" in told
     assert f"dimension 0 of 'texts'; 'images' ({images} rows) would go whole" in told
     assert "as [batch, 2, ...] in place of [2 * batch, ...]" in told
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_graph_that_reads_chunks_that_other_rows_have_not_is_told_so(memory):
+    with contextlib.nullcontext() if memory else fxpipe.without_memory():
+        model = Quarters()
+    with pytest.raises(CaptureError, match="graph fails in train mode: tuple index out of range"):
+        compiled(model, torch.randn(8, 8), microbatches=1)
 
 
 def test_a_model_that_cannot_be_trained_on_what_it_was_given_is_told_so():

@@ -44,7 +44,9 @@ class CallCheck:
         with self._modes_kept(), faked(self.flat) as fake:
             try:
                 ops, trains = self._compare(fake, training=True)
-            except RuntimeError as error:
+            except FxpipeError:
+                raise
+            except Exception as error:
                 raise CaptureError(f"the captured graph fails in train mode: {error}") from error
             refuse_writes(ops.ops, self.state)
             try:

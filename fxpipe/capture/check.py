@@ -78,7 +78,9 @@ class Check:
         training = Observer(self.modules, self.state)
         try:
             found = self._captured(True, training)
-        except RuntimeError as error:
+        except FxpipeError:
+            raise
+        except Exception as error:  # of Python's own too, as of chunks that other rows lack
             refuse_writes(training.ops, self.state)  # a backward misses what a write took
             raise CaptureError(f"the captured graph fails in train mode: {error}") from error
         refuse_writes(training.ops, self.state)
