@@ -73,11 +73,34 @@ class Doubled(Between):
         return x * 2 if len(x) % 2 == 0 else x
 
 
+class Few(Between):
+    def group(self, x):
+        return x * 2 if len(x) <= 12 else x
+
+
+class Padded(Pairs):
+    def group(self, x):
+        even = torch.cat([x, x[-1:]]) if len(x) % 2 else x
+        return super().group(even)[: len(x)]
+
+
+class FoursOfPairs(Pairs):
+    """Takes pairs alone, and does something else with an even number of them."""
+
+    def group(self, x):
+        return super().group(x * 2 if len(x) % 4 == 0 else x)
+
+
 class Slots(Between):
     """There are as many as rows were traced."""
 
     def group(self, x):
         return x + self.place[: len(x)]
+
+
+class DoubledSlots(Slots):
+    def group(self, x):
+        return super().group(x * 2 if len(x) % 2 == 0 else x)
 
 
 class Queue(Between):
@@ -217,6 +240,38 @@ def test_conditions_of_a_model_without_memory_stay_where_its_calls_differ():
         package = compiled(model, torch.randn(12, 8), microbatches=2)
     assert checked_text(package.capture.checked).startswith("not known to be equal to the model")
     assert package.capture.conditions == ("batch % 2 == 0",)
+
+
+BY_COMPARISONS = {
+    "even": (Doubled, 12, "batch % 2 == 0", 2, 4),
+    "odd": (Doubled, 7, "batch % 2 != 0", 1, 2),
+    "few": (Few, 12, "batch <= 12", 2, None),
+    "padded": (Padded, 12, "batch % 2 == 0", 2, 4),
+    "even, of slots": (DoubledSlots, 12, "batch % 2 == 0", 2, 4),
+    "fours of pairs": (FoursOfPairs, 12, "batch % 4 == 0", 3, 2),
+}
+
+
+@pytest.mark.parametrize("memory", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "batch", "says", "fits", "cuts"), BY_COMPARISONS.values(), ids=BY_COMPARISONS
+)
+def test_a_forward_that_compares_rows_is_compared_where_that_comes_out_as_traced(
+    kind, batch, says, fits, cuts, memory, tmp_path
+):
+    real, x = kind().double(), rows(batch)
+    with contextlib.nullcontext() if memory else fxpipe.without_memory():
+        model = real if memory else kind().double()
+    package = compiled(model, x, microbatches=fits)
+    assert says in package.capture.conditions
+    assert package.capture.checked.startswith("train and eval")
+    if cuts:
+        with pytest.raises(InputError, match=f"captured with {batch}, where batch"):
+            compiled(model, x, microbatches=cuts)
+    pipe = loaded(real, package, tmp_path)
+    torch.testing.assert_close(pipe(x), torch.cat([real(p) for p in x.tensor_split(fits)]))
+    with pytest.raises(InputError, match="in each micro-batch, found batch"):
+        pipe(rows(2 * batch + 2 if kind is Few else batch + 1))
 
 
 def test_a_region_takes_groups_too():

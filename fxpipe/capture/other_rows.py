@@ -1,7 +1,8 @@
 """Which other number of rows than the traced one are graph and model compared on?
 
 One more, which most models take. Some take multiples of a number alone, as of rows that are pairs,
-and some no more rows than they were given.
+and some no more rows than they were given. Some do something else with one more, by a comparison
+that the trace made: `if len(x) % 2 == 0`. They are compared on rows of which it holds.
 """
 
 import re
@@ -40,29 +41,35 @@ def compare_elsewhere(
     and InputError if it fails on the traced inputs as well.
     """
     batch = sizes.values["batch"]
-    more = batch + 1
-    broken = [text for text in sizes.compared if not holds(text, {**sizes.values, "batch": more})]
+    broken = _broken(sizes, batch + 1)
     alone = [k for k, is_batched in enumerate(batched) if not is_batched and check.inputs[k].dim()]
     names = {str(sizes.shapes[k][0]) for k in alone} & sizes.values.keys()
     if any(re.search(rf"\b{name}\b", text) for text in broken for name in names):
         raise CaptureError("the rows of inputs that don't have the batch's can't be left open")
+    whole = {inputs[k]: len(check.inputs[k]) for k in alone if len(check.inputs[k]) > 1}
+    rows, step = batch + 1, 1
     try:
-        return _compare(check, sizes, more, 1)
+        compared = _compare(check, sizes, rows, step)
+        if compared.found.agrees_in_train or not broken:
+            return compared
     except (CaptureError, InputError) as error:
         # With no comparison broken, other rows are not why the graph is wrong, or no size is near.
         known = isinstance(error, CaptureError) and not broken
-        refusal = None if known else _refusal(check, sizes, more)
-        if refusal is None:
+        refusal = None if known else _refusal(check, sizes, rows)
+        if refusal is None and not broken:
             raise
-    first = inputs[list(batched).index(True)]
-    whole = {inputs[k]: len(check.inputs[k]) for k in alone if len(check.inputs[k]) > 1}
-    for rows, step in _others(batch, set(whole.values())):
-        if _refusal(check, sizes, rows) is None:
-            return _compare(check, sizes, rows, step)
-    check.plain()
-    raise CaptureError(
-        _one_number(type(check.flat.model).__name__, batch, first, whole, refusal)
-    ) from refusal
+        if refusal is not None:
+            others = _others(batch, set(whole.values()))
+            taken = ((n, of) for n, of in others if _refusal(check, sizes, n) is None)
+            rows, step = next(taken, (batch, 1))
+            if rows == batch:
+                check.plain()
+                model, first = type(check.flat.model).__name__, inputs[list(batched).index(True)]
+                raise CaptureError(_one_number(model, batch, first, whole, refusal)) from refusal
+    if _broken(sizes, rows):
+        near = _unbroken(sizes, step, set(whole.values()))
+        rows = next((n for n in near if _refusal(check, sizes, n) is None), rows)
+    return _compare(check, sizes, rows, step)
 
 
 def _compare(check: Check | CallCheck, sizes: Sizes, rows: int, step: int) -> Compared:
@@ -82,19 +89,36 @@ def _refusal(check: Check | CallCheck, sizes: Sizes, rows: int) -> InputError | 
 def _others(batch: int, whole: set[int]) -> Iterator[tuple[int, int]]:
     """Other numbers of rows than one more, and the step that the model has if it takes them.
 
-    That it takes fewer alone says of no step. Not tried are numbers that stand to the rows of an
-    input that goes whole to each micro-batch as the batch does, as `texts.view(len(images), -1)`
-    would take them: of pieces of the batch that computes something else.
+    That it takes fewer alone says of no step.
     """
-
-    def related(rows: int) -> bool:
-        return any(rows % n == 0 or n % rows == 0 for n in whole)
-
     divisors = (n for n in range(1, batch + 1) if batch % n == 0)
     for step in islice(divisors, _STEPS):
         for rows in (batch + step, batch - step):
-            if 1 < rows != batch + 1 and not (related(batch) and related(rows)):
+            if 1 < rows != batch + 1 and not _related(batch, rows, whole):
                 yield rows, step if rows > batch else 1
+
+
+def _unbroken(sizes: Sizes, step: int, whole: set[int]) -> Iterator[int]:
+    """Other multiples of `step` rows that break no comparison of the trace, the nearest first."""
+    batch = sizes.values["batch"]
+    others = {*range(step, 2 * batch + 1, step)} - {1, batch}
+    near = sorted(others, key=lambda n: (abs(n - batch), -n))
+    met = (n for n in near if not (_related(batch, n, whole) or _broken(sizes, n)))
+    return islice(met, _STEPS)
+
+
+def _broken(sizes: Sizes, rows: int) -> list[str]:
+    """The comparisons of the trace that so many rows break."""
+    return [text for text in sizes.compared if not holds(text, {**sizes.values, "batch": rows})]
+
+
+def _related(batch: int, rows: int, whole: set[int]) -> bool:
+    """Whether both stand to the rows of an input that goes whole to each micro-batch.
+
+    `texts.view(len(images), -1)` would take such `rows`, but of pieces of the batch it computes
+    something else: they are not tried.
+    """
+    return all(any(n % of == 0 or of % n == 0 for of in whole) for n in (batch, rows))
 
 
 def _one_number(

@@ -12,6 +12,7 @@ from fxpipe.errors import InputError
 from fxpipe.runtime.fit import unmet
 
 _MOST = 2  # times the traced rows: more may be too many for this machine
+_TRIED = 4  # numbers of rows, of which the model may refuse some, as above the traced ones
 
 
 def with_rows_known(
@@ -30,8 +31,10 @@ def with_rows_known(
     if not found.agrees_in_train:  # as of some calls without memory: no rows show what is needless
         return replace(sizes, conditions=tuple(dict.fromkeys([*kept, *sizes.conditions])))
     for condition in sizes.conditions:
-        broken = unmet([condition], sizes.values, range(step, _MOST * batch + 1, step))
-        if broken is None or rows.agree(broken[1]["batch"]) is False:
+        some = range(step, _MOST * batch + 1, step)
+        broken = [n for n in some if unmet([condition], sizes.values, [n]) is not None]
+        broken.sort(key=lambda n: abs(n - batch))
+        if not broken or any(rows.agree(n) is False for n in broken[:_TRIED]):
             kept.append(condition)
     few = step
     agree = rows.agree(few)
