@@ -98,6 +98,11 @@ class Slots(Between):
         return x + self.place[: len(x)]
 
 
+class PairsOfSlots(Pairs):
+    def group(self, x):
+        return super().group(x + self.place[: len(x)])
+
+
 class DoubledSlots(Slots):
     def group(self, x):
         return super().group(x * 2 if len(x) % 2 == 0 else x)
@@ -290,6 +295,19 @@ def test_a_model_that_takes_fewer_rows_alone_is_compared_there(kind, batch, tmp_
     assert package.capture.conditions == ()
     expected = torch.cat([model(piece) for piece in x.tensor_split(4)])
     torch.testing.assert_close(loaded(model, package, tmp_path)(x), expected)
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_groups_of_a_model_that_takes_fewer_rows_alone_stay_whole(memory, tmp_path):
+    real, x = PairsOfSlots().double(), rows(12)
+    with contextlib.nullcontext() if memory else fxpipe.without_memory():
+        model = real if memory else PairsOfSlots().double()
+    package = compiled(model, x, microbatches=3)
+    assert package.capture.conditions == ("batch % 2 == 0",)
+    expected = torch.cat([real(piece) for piece in x.tensor_split(3)])
+    torch.testing.assert_close(loaded(real, package, tmp_path)(x), expected)
+    with pytest.raises(InputError, match=r"where batch % 2 == 0, .* 3"):
+        compiled(model, x, microbatches=4)
 
 
 def test_an_input_that_goes_whole_is_not_in_the_way():

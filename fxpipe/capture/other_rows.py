@@ -66,6 +66,8 @@ def compare_elsewhere(
                 check.plain()
                 model, first = type(check.flat.model).__name__, inputs[list(batched).index(True)]
                 raise CaptureError(_one_number(model, batch, first, whole, refusal)) from refusal
+            if rows < batch:
+                step = _step_below(check, sizes, step, set(whole.values()))
     if _broken(sizes, rows):
         near = _unbroken(sizes, step, set(whole.values()))
         rows = next((n for n in near if _refusal(check, sizes, n) is None), rows)
@@ -87,15 +89,22 @@ def _refusal(check: Check | CallCheck, sizes: Sizes, rows: int) -> InputError | 
 
 
 def _others(batch: int, whole: set[int]) -> Iterator[tuple[int, int]]:
-    """Other numbers of rows than one more, and the step that the model has if it takes them.
-
-    That it takes fewer alone says of no step.
-    """
+    """Other numbers of rows than one more, and the step of a model that takes none before them."""
     divisors = (n for n in range(1, batch + 1) if batch % n == 0)
     for step in islice(divisors, _STEPS):
         for rows in (batch + step, batch - step):
             if 1 < rows != batch + 1 and not _related(batch, rows, whole):
-                yield rows, step if rows > batch else 1
+                yield rows, step
+
+
+def _step_below(check: Check | CallCheck, sizes: Sizes, step: int, whole: set[int]) -> int:
+    """The step of a model that takes `step` rows fewer than the traced ones, but as many more not.
+
+    It may be one that takes a number's divisors: then it takes fewer rows than a step as well.
+    """
+    batch = sizes.values["batch"]
+    parts = (n for n in range(1, step) if step % n == 0 and not _related(batch, n, whole))
+    return next((n for n in parts if _refusal(check, sizes, n) is None), step)
 
 
 def _unbroken(sizes: Sizes, step: int, whole: set[int]) -> Iterator[int]:
