@@ -73,6 +73,19 @@ class Doubled(Between):
         return x * 2 if len(x) % 2 == 0 else x
 
 
+class AssertsInEvaluation(Between):
+    def group(self, x):
+        assert self.training or len(x) % 2 == 0
+        return x.sin()
+
+
+class QuartersInEvaluation(Quarters):
+    """Of one row more the graph fails, not the model."""
+
+    def group(self, x):
+        return x.sin() if self.training else super().group(x)
+
+
 class Few(Between):
     def group(self, x):
         return x * 2 if len(x) <= 12 else x
@@ -277,6 +290,22 @@ def test_a_forward_that_compares_rows_is_compared_where_that_comes_out_as_traced
     torch.testing.assert_close(pipe(x), torch.cat([real(p) for p in x.tensor_split(fits)]))
     with pytest.raises(InputError, match="in each micro-batch, found batch"):
         pipe(rows(2 * batch + 2 if kind is Few else batch + 1))
+
+
+@pytest.mark.parametrize("memory", [True, False])
+@pytest.mark.parametrize("kind", [AssertsInEvaluation, QuartersInEvaluation])
+def test_a_model_that_cannot_be_evaluated_on_other_rows_is_pipelined_for_training(
+    kind, memory, tmp_path
+):
+    real, x = kind().double(), rows(8)
+    with contextlib.nullcontext() if memory else fxpipe.without_memory():
+        model = real if memory else kind().double()
+    package = compiled(model, x, microbatches=2)
+    assert package.capture.checked.partition(",")[0] == "train"
+    pipe = loaded(real, package, tmp_path)
+    torch.testing.assert_close(pipe(x), torch.cat([real(piece) for piece in x.tensor_split(2)]))
+    with pytest.raises(InputError, match="another path in eval mode"):
+        pipe.eval()(x)
 
 
 def test_a_region_takes_groups_too():

@@ -94,7 +94,7 @@ class Check:
         try:
             with torch.no_grad():
                 expected, found = self._plain(False), self._captured(False, evaluation)
-        except (FxpipeError, RuntimeError, ValueError):  # another output, or an op of train mode
+        except Exception:  # another output, an op of train mode, or no such rows in eval mode
             agrees = identical = False
         else:
             agrees = compare(expected, found) is None and self._differentiates_in_eval()
@@ -120,11 +120,11 @@ class Check:
         """Whether gradients are the model's in eval mode too, which `no_grad` may be in or not."""
         try:
             expected = self._plain(training=False)
-        except RuntimeError:  # as of cuDNN's recurrent layers
+        except Exception:  # as of cuDNN's recurrent layers
             return True
         try:
             found = self._captured(False, plainly)
-        except RuntimeError:
+        except Exception:
             return False
         return compare(expected, found) is None
 
