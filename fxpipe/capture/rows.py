@@ -34,7 +34,8 @@ def with_rows_known(
         some = range(step, _MOST * batch + 1, step)
         broken = [n for n in some if unmet([condition], sizes.values, [n]) is not None]
         broken.sort(key=lambda n: abs(n - batch))
-        if not broken or any(rows.agree(n) is False for n in broken[:_TRIED]):
+        asked = map(rows.agree, broken[:_TRIED])
+        if not broken or next((agree for agree in asked if agree is not None), None) is False:
             kept.append(condition)
     few = step
     agree = rows.agree(few)
