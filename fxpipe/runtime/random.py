@@ -42,11 +42,12 @@ class RandomStream:
 class Numbers:
     """A stream's numbers, which torch's own generators give while they stand in it.
 
-    `end` is where they came to.
+    `end` is where they came to. With `compiles`, what draws them may compile, on any thread.
     """
 
-    def __init__(self, start: RandomStream) -> None:
+    def __init__(self, start: RandomStream, compiles: bool = False) -> None:
         self.end = start
+        self._compiles = compiles
         self._before: list[tuple[torch.device, torch.Generator, Tensor]] = []
         self._held = ExitStack()
 
@@ -59,7 +60,8 @@ class Numbers:
         """Let the generators of `devices` go on from `end`; nobody else draws until `give_back`."""
         self._held.enter_context(LOCK)
         try:
-            self._held.enter_context(_no_compiler())
+            if not self._compiles:
+                self._held.enter_context(_no_compiler())
             for device in devices:
                 generator = stream.generator(device)
                 self._before.append((device, generator, generator.get_state()))
@@ -99,7 +101,7 @@ def borrowed(start: RandomStream) -> Iterator[Numbers]:
     devices = [torch.device("cpu")]
     if stream.cuda_in_use():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
-    numbers = Numbers(start)
+    numbers = Numbers(start, compiles=True)
     numbers.take(devices)
     _BORROWED.append((numbers, devices))
     try:
