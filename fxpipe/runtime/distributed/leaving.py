@@ -6,7 +6,7 @@ action. It does where the other rank, by the plan, asks for it after an action t
 that next one: so no two wait for each other, whatever else they wait for.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 
@@ -54,22 +54,25 @@ def _waiting(
     foreseen: Foreseen,
     n_bytes: Callable[[Message], int],
 ) -> Iterator[Item]:
-    largest: dict[int, int] = {}
+    largest = Counter[int]()
     for item in row:
         if isinstance(item, Send):
             target = item.message.target
-            largest[target] = max(largest.get(target, 0), n_bytes(item.message))
+            largest[target] = max(largest[target], n_bytes(item.message))
     sent: dict[int, deque[Message]] = {target: deque() for target in largest}
+    sent_bytes = Counter[int]()
     for item, begins in _since(row, foreseen):
         if isinstance(item, Action):
             for target, there in sent.items():
                 last = None
-                while sum(map(n_bytes, there)) > most_leaving(largest[target]):
+                while sent_bytes[target] > most_leaving(largest[target]):
                     if asked(there[0]) >= begins:
                         break
                     last = there.popleft()
+                    sent_bytes[target] -= n_bytes(last)
                 if last is not None:  # what was sent before it leaves before it
                     yield Leave(last)
         elif isinstance(item, Send):
             sent[item.message.target].append(item.message)
+            sent_bytes[item.message.target] += n_bytes(item.message)
         yield item
