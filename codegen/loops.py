@@ -181,10 +181,22 @@ def _run(
             links = _links(steps[-1], step, made)
             if links is None or (len(steps) > 1 and links != carried):
                 break
+            if _two_in_one(steps[0], links):
+                break
             carried = links
         steps.append(step)
         place += 1 + len(step.items)
     return steps, carried
+
+
+def _two_in_one(first: _Step, carried: tuple[int | None, ...]) -> bool:
+    """Whether a result is two arguments of the next call that differ in the first.
+
+    A loop has one variable for each result, so it would begin with one of them for both.
+    """
+    begins: dict[int, Any] = {}
+    pairs = zip(first.node.args, carried, strict=True)
+    return any(begins.setdefault(n, value) is not value for value, n in pairs if n is not None)
 
 
 def _step(nodes: Sequence[fx.Node], place: int, made: Mapping[str, Made]) -> _Step | None:
