@@ -205,15 +205,14 @@ class Body:
         results = items or [node]
         variables = [self.names[item.name] if item else "_" for item in results]
         arguments = []
-        carried, begun = [], []
+        begun: dict[str, str] = {}
         for given, result in zip(node.args, loop.carried, strict=True):
             text = Writer(self._value, self._path).argument(given)
             if result is not None and variables[result] != text:
-                carried.append(variables[result])
-                begun.append(text)
+                begun[variables[result]] = text
             arguments.append(text if result is None else variables[result])
-        if carried:
-            yield Line(f"{self._indent}{', '.join(carried)} = {', '.join(begun)}")
+        if begun:
+            yield Line(f"{self._indent}{', '.join(begun)} = {', '.join(begun.values())}")
         container = self._path(str(node.target))
         kind = self.containers[str(node.target)]
         variable = self._loop_variable(str(node.target), loop)

@@ -181,22 +181,10 @@ def _run(
             links = _links(steps[-1], step, made)
             if links is None or (len(steps) > 1 and links != carried):
                 break
-            if _two_in_one(steps[0], links):
-                break
             carried = links
         steps.append(step)
         place += 1 + len(step.items)
     return steps, carried
-
-
-def _two_in_one(first: _Step, carried: tuple[int | None, ...]) -> bool:
-    """Whether a result is two arguments of the next call that differ in the first.
-
-    A loop has one variable for each result, so it would begin with one of them for both.
-    """
-    begins: dict[int, Any] = {}
-    pairs = zip(first.node.args, carried, strict=True)
-    return any(begins.setdefault(n, value) is not value for value, n in pairs if n is not None)
 
 
 def _step(nodes: Sequence[fx.Node], place: int, made: Mapping[str, Made]) -> _Step | None:
@@ -234,9 +222,13 @@ def _links(before: _Step, step: _Step, made: Mapping[str, Made]) -> tuple[int | 
     if not alike:
         return None
     links: list[int | None] = []
+    begins: dict[int, Any] = {}
     for ours, theirs in zip(step.node.args, before.node.args, strict=True):
         result = before.result(ours)
         if result is None and not (ours is theirs or ours == theirs):
+            return None
+        # A result has one variable, so it can't be two arguments that begin apart.
+        if result is not None and begins.setdefault(result, theirs) is not theirs:
             return None
         links.append(result)
     return tuple(links) if any(link is not None for link in links) else None
