@@ -35,7 +35,7 @@ class _Model(nn.Module):
         query, key = self.a(x), self.b(x)
         mixed = self.mixed(query, key)
         if not self.apart:
-            query = key = mixed + x
+            query = key = mixed
         for layer in self.layers:
             query = key = layer(query, key)
         return query + mixed
