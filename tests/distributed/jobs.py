@@ -374,6 +374,20 @@ def shared_by_two_stages(folder: Path) -> str:
     return "equal"
 
 
+def hook_on_a_tie(folder: Path) -> str:
+    """Rank 0 alone looks at the gradients of a weight that others have too, which add up."""
+    model, pipe = pair(folder, toys.SHARES)
+    x, seen = toys.SHARES.inputs(), []
+    if pipe._ranks.rank == 0:
+        pipe.get_parameter("a.weight").register_hook(lambda gradient: seen.append(gradient.clone()))
+    for _ in range(3):
+        toys.plain_step(toys.SHARES, model, x, 4)
+        pipe.step(*x, loss_fn=toys.mean_loss)
+        toys.assert_same_state(pipe, model)
+    assert all(toys.same(gradient, seen[0]) for gradient in seen)
+    return f"equal, seen {len(seen)} times"
+
+
 def averaged(folder: Path) -> str:
     """A second pipeline follows the weights of the first, which can't be copied, and evaluates."""
     model, pipe = pair(folder, toys.CHAIN)
@@ -570,13 +584,16 @@ def traced(folder: Path, x: Tensor) -> None:
                     pipe(x)
 
 
-def held(folder: Path, x: Tensor) -> tuple[int, int]:
-    """What this rank was predicted to hold in a step, and what it does."""
+def held(
+    folder: Path, x: Tensor, y: Tensor, loss_fn: Callable[..., Tensor], adds_up: bool = False
+) -> tuple[int, int]:
+    """What this rank was predicted to hold in a step, and what it does; it may not be the first."""
     pipe = load(folder, distributed=True)
-    pipe.step(x, target=x, loss_fn=functional.mse_loss)
-    pipe.zero_grad()
+    pipe.step(x, target=y, loss_fn=loss_fn)
+    if not adds_up:
+        pipe.zero_grad()
     with pipe.memory() as memory:
-        pipe.step(x, target=x, loss_fn=functional.mse_loss)
+        pipe.step(x, target=y, loss_fn=loss_fn)
     (peak,) = memory.peaks
     return peak.predicted_bytes, peak.measured_bytes or 0
 

@@ -171,7 +171,12 @@ def test_what_one_rank_alone_freezes_is_refused_if_others_hold_it(two, tmp_path,
 @pytest.mark.parametrize(
     ("name", "counts"),
     # The call after the one that differs is another than the last one, too.
-    [("chain", [4, 4, 5, 5, 4]), ("noisy", [4] * 5), ("normed", [4] * 5)],
+    [
+        ("chain", [4, 4, 5, 5, 4]),
+        ("tied", [4, 4, 5, 5, 4]),
+        ("noisy", [4] * 5),
+        ("normed", [4] * 5),
+    ],
 )
 def test_a_rank_begins_before_all_agree_where_it_can_begin_again(two, tmp_path, name, counts):
     toys.write(tmp_path, toys.TOYS[name], 4, devices=(0, 1, 1))

@@ -33,6 +33,12 @@ def test_two_stages_of_a_rank_have_one_leaf_of_a_weight(two, tmp_path):
     assert two.run(jobs.shared_by_two_stages, tmp_path) == EQUAL
 
 
+def test_gradients_of_a_tie_add_up_over_steps_and_a_hook_sees_one_steps(four, tmp_path):
+    toys.write(tmp_path, toys.SHARES, 4, devices=(3, 0, 1))
+    found = four.run(jobs.hook_on_a_tie, tmp_path)
+    assert found == ["equal, seen 3 times", *["equal, seen 0 times"] * 3]
+
+
 def test_a_second_pipeline_keeps_an_average_of_the_weights(two, tmp_path):
     toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 0, 1))
     assert two.run(jobs.averaged, tmp_path) == EQUAL
@@ -178,5 +184,25 @@ def test_ranks_that_ask_ahead_hold_no_more_than_was_planned(two, tmp_path, sched
     )
     assert min(package.manifest.estimate.ahead_bytes) > 0
     package.write(tmp_path / "out", weights=True)
-    for predicted, measured in two.run(jobs.held, tmp_path / "out", x):
+    for predicted, measured in two.run(jobs.held, tmp_path / "out", x, x, functional.mse_loss):
         assert measured <= predicted <= 1.1 * measured
+
+
+def test_steps_that_add_up_hold_one_gradient_of_a_tie(two, tmp_path):
+    words, head = nn.Embedding(500, 64), nn.Linear(64, 500, bias=False)
+    head.weight = words.weight
+    layers = (nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+    model, x = nn.Sequential(words, *layers, head), torch.arange(8)
+    package = fxpipe.compile(
+        model,
+        (x,),
+        devices="cpu*2",
+        microbatches=4,
+        profile="analytic:cpu",
+        target=x,
+        loss_fn=functional.cross_entropy,
+    )
+    package.write(tmp_path / "out", weights=True)
+    job = (jobs.held, tmp_path / "out", x, x, functional.cross_entropy, True)
+    for predicted, measured in two.run(*job):
+        assert measured <= predicted

@@ -1,9 +1,10 @@
 """Parameters that stages of several ranks use: equal on all, and with one gradient.
 
-Each holder computes with a leaf of its own, one for all its stages; after a step the leaves'
-gradients are added up over the holders in all replicas, and the sum goes to the parameter of each.
-So all holders' optimizers take equal steps. The owner, whose values the others begin with, is the
-rank of the first stage that uses it.
+Each holder computes with a leaf of its own, one for all its stages, whose gradient begins with a
+part of what earlier steps have left; after a step the leaves' gradients are added up over the
+holders in all replicas, and the sum goes to the parameter of each. So all holders' optimizers take
+equal steps. The owner, whose values the others begin with, is the rank of the first stage that uses
+it.
 
 Where a parameter is sharded over the replicas, each share's gradient has been summed over them
 before, and is added up over the holders within the replica.
@@ -21,10 +22,11 @@ from torch import Tensor, nn
 
 from fxpipe.runtime.distributed.around import names_around
 from fxpipe.runtime.distributed.dtensors import broadcast, local, shared_like
-from fxpipe.runtime.distributed.ranks import Ranks
+from fxpipe.runtime.distributed.ranks import MistakenError, Ranks
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.ties import Use, bound
+from fxpipe.runtime.weight_gradients import has_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +111,16 @@ class SharedWeights:
     @contextmanager
     def collected(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """For `step`: when the block ends, each parameter gets the sum of all stages' gradients."""
-        leaves = [_leaf(parameters[each.name]) for each in self.shared]
-        with bound([each.uses for each in self.shared], leaves):
-            yield
-        for each, leaf in zip(self.shared, leaves, strict=True):
-            parameter = parameters[each.name]
-            total = self._summed(each, leaf.grad, parameter)
-            if total is not None:
-                torch.autograd.backward([parameter], [total])
+        begun = [_Begun(parameters[each.name], each.group.size()) for each in self.shared]
+        try:
+            with bound([each.uses for each in self.shared], [one.leaf for one in begun]):
+                yield
+        except MistakenError:  # no backward has run
+            for one in begun:
+                one.take_back()
+            raise
+        for each, one in zip(self.shared, begun, strict=True):
+            one.give(self._summed(each, one.leaf.grad, one.parameter))
 
     def sum_shares(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Give each parameter, of which a rank has a share, the sum of all stages' gradients."""
@@ -138,5 +142,35 @@ class SharedWeights:
         return flat[:-1].view_as(parameter) if flat[-1] else None
 
 
-def _leaf(parameter: Tensor) -> Tensor:
-    return parameter.detach().requires_grad_(parameter.requires_grad)
+class _Begun:
+    """What a holder computes a step with in the place of `parameter`: its `leaf`.
+
+    Where steps add up, the leaf's gradient begins with the holder's part of what all have alike, in
+    the memory of the parameter's: the sum over the `n` holders has all of it then, and a second
+    gradient is held only where a hook on the parameter is to see this step's alone.
+    """
+
+    def __init__(self, parameter: nn.Parameter, n: int) -> None:
+        self.parameter = parameter
+        self.leaf = parameter.detach().requires_grad_(parameter.requires_grad)
+        self._n = n
+        self._before = parameter.grad if parameter.requires_grad else None
+        self._apart = has_hooks(parameter)
+        if self._before is not None:
+            self.leaf.grad = self._before / n if self._apart else self._before.div_(n)
+
+    def take_back(self) -> None:
+        """Of a step that came to nothing."""
+        if self._before is not None and not self._apart:
+            self._before.mul_(self._n)
+
+    def give(self, total: Tensor | None) -> None:
+        """Let the parameter have the `total` over all holders."""
+        if total is None:
+            return
+        if self._before is None:
+            torch.autograd.backward([self.parameter], [total])
+        elif self._apart:
+            torch.autograd.backward([self.parameter], [total - self._before])
+        else:
+            self._before.copy_(total)
