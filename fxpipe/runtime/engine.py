@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fxpipe.runtime.copy import Links, new_copy_streams
 from fxpipe.runtime.end import End, LossFn, Objective
 from fxpipe.runtime.gate import Gate, Needs, needs
 from fxpipe.runtime.graph import Graphs
+from fxpipe.runtime.imports import unpickled
 from fxpipe.runtime.lanes import Lanes
 from fxpipe.runtime.leaves import in_mode
 from fxpipe.runtime.manifest import Manifest, there
@@ -100,6 +102,13 @@ class Engine(Original):
     def devices(self) -> tuple[Device, ...]:
         """The devices it runs on, one lane each."""
         return self._devices
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The stages' classes are its package's, which is found before anything else is read."""
+        stage = self._stages[0]
+        package = type(stage.module).__module__.partition(".")[0]
+        made = type(self), str(Path(stage.path).parent), package
+        return unpickled, made, self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what runs it, so that `copy.deepcopy` works."""

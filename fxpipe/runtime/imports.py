@@ -1,13 +1,23 @@
-"""A package's stage files as modules: fresh at each load, under a name of the package's own."""
+"""A package's stage files as modules, under a name that tells the folder and what is in them.
+
+So an edited file is another module at the next load, while pipelines that were loaded before keep
+theirs; and a pickled one finds the classes of its stages again, also in another process.
+"""
 
 import hashlib
 import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import FileFinder, ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import TypeVar
+
+from fxpipe.errors import PackageError
+
+T = TypeVar("T")
 
 _PREFIX = "fxpipe_package_"
 
@@ -32,20 +42,40 @@ class _Finder(MetaPathFinder):
 
 
 def package_of(folder: Path) -> str:
-    """Make `folder` importable as a package, forget what was imported from it, and say its name."""
-    digest = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
-    name = f"{_PREFIX}{digest}"
-    for module in [m for m in sys.modules if m == name or m.startswith(name + ".")]:
-        del sys.modules[module]
-    # The folder's own __init__.py is not run: it is the one that calls load.
-    package = ModuleType(name)
-    package.__path__ = [str(folder)]
-    sys.modules[name] = package
+    """Make `folder` importable as a package, as it is now, and say its name."""
+    name = _name(folder)
+    if name not in sys.modules:
+        # The folder's own __init__.py is not run: it is the one that calls load.
+        package = ModuleType(name)
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     return name
 
 
+def _name(folder: Path) -> str:
+    digest = hashlib.sha256(str(folder).encode())
+    for path in sorted(folder.rglob("*.py")):
+        with suppress(OSError):  # whoever imports it will say so
+            digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
+    return f"{_PREFIX}{digest.hexdigest()[:12]}"
+
+
 def module_of(package: str, file: str) -> ModuleType:
     """The module of a file of the package, as `stage_0.py`."""
     return importlib.import_module(f"{package}.{Path(file).stem}")
+
+
+def unpickled(kind: type[T], folder: str, package: str) -> T:
+    """An empty object of `kind`, once the `package` that its stages are of can be imported.
+
+    Raises PackageError if what is in `folder` is not that any more.
+    """
+    if package not in sys.modules and package_of(Path(folder)) != package:
+        raise PackageError(
+            f"the pipeline was pickled with the stages of the package in {folder}, which is not "
+            "there any more, or has other code since: put it back; or fxpipe.load the package "
+            "where it is, and give it the state_dict(), which needs no code"
+        )
+    return object.__new__(kind)
