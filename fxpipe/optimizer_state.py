@@ -13,8 +13,8 @@ from fxpipe.errors import WeightsError
 from fxpipe.runtime.distributed.dtensors import empty_beside
 from fxpipe.runtime.microbatch import map_tensors
 
-# What separates a parameter's name from a key of its state: no name has it.
-_SLASH = "/"
+# What separates a parameter's name from a key of its state: no name has it, as no part is empty.
+_DOTS = ".."
 # What an optimizer's group has that other stages' processes have otherwise.
 _OF_THIS_PLAN = ("params", "param_names")
 
@@ -36,7 +36,7 @@ def optimizer_state(pipe: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
             name = names[parameter]
             found[name] = whole
             for key, value in optimizer.state.get(parameter, {}).items():
-                found |= _taken_apart(f"{name}{_SLASH}{key}", value)
+                found |= _taken_apart(f"{name}{_DOTS}{key}", value)
     return found
 
 
@@ -57,7 +57,7 @@ def state_to_load(
             found |= dict.fromkeys([key for key in _places(optimizer, k) if key in there][:1])
     for key, stored in metadata.state_dict_metadata.items():
         own = key.removeprefix("optimizer.")
-        name, _, field = own.partition(_SLASH)
+        name, _, field = own.partition(_DOTS)
         if own != key and name in parameters:
             # A count of steps is no part of the parameter's, also where that has no dimensions.
             like = None if field == "step" else parameters[name]
@@ -116,8 +116,8 @@ def give_state(
     names = _names(pipe, optimizer)
     by_name: dict[str, dict[str, Any]] = {}
     for key in loaded:
-        name, slash, field = key.partition(_SLASH)
-        if name and slash and _SLASH not in field:
+        name, dots, field = key.partition(_DOTS)
+        if name and dots and _DOTS not in field:
             by_name.setdefault(name, {})[field] = _put_together(key, loaded)
     groups, states, place = [], {}, 0
     for k, group in enumerate(optimizer.param_groups):
@@ -137,7 +137,7 @@ def _places(optimizer: torch.optim.Optimizer, k: int) -> tuple[str, str]:
     Where all processes have none of them, what the latter say counts.
     """
     place = f"group {k} of {len(optimizer.param_groups)}"
-    return f"{_SLASH}{place}", f"{_SLASH}{place}, empty"
+    return f"{_DOTS}{place}", f"{_DOTS}{place}, empty"
 
 
 def _taken_apart(key: str, value: Any) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _taken_apart(key: str, value: Any) -> dict[str, Any]:
         return torch.empty(0)
 
     found: dict[str, Any] = {key: SimpleNamespace(value=map_tensors(emptied, value))}
-    return found | {f"{key}{_SLASH}{k}": tensor for k, tensor in enumerate(tensors)}
+    return found | {f"{key}{_DOTS}{k}": tensor for k, tensor in enumerate(tensors)}
 
 
 def _put_together(key: str, loaded: Mapping[str, Any]) -> Any:
@@ -163,7 +163,7 @@ def _put_together(key: str, loaded: Mapping[str, Any]) -> Any:
     if not isinstance(value, SimpleNamespace):
         return value
     numbers = count()
-    return map_tensors(lambda _: loaded[f"{key}{_SLASH}{next(numbers)}"], value.value)
+    return map_tensors(lambda _: loaded[f"{key}{_DOTS}{next(numbers)}"], value.value)
 
 
 def _refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
