@@ -122,3 +122,45 @@ def test_a_table_that_the_first_call_fills_is_no_table_of_zeros(tmp_path):
     pipe.load_state_dict(model.state_dict())
     longer = torch.randn(8, 9, 6)
     torch.testing.assert_close(pipe(longer), model(longer))
+
+
+class Cached(models.Chain):
+    """In an attribute, for as long as the length is the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.linspace(0.1, 1, 6))
+        self.length, self.table = None, None
+
+    def angles(self, length):
+        if self.length != length:
+            self.length, self.table = length, self.made(length)
+        return self.table
+
+    def made(self, length):
+        return torch.arange(length)[:, None] * self.steps
+
+    def forward(self, x):
+        x = self.layers[:2](x)
+        return self.layers[2:](x * self.angles(x.size(1)).cos())
+
+
+class ReadOut(Cached):
+    """Values are looked at while it is made, which no graph can."""
+
+    def made(self, length):
+        return torch.tensor([[step if step > 0.5 else 0 for step in self.steps.tolist()]] * length)
+
+
+def test_a_table_that_a_call_keeps_for_the_next_is_computed_in_each(tmp_path):
+    verified(Cached, lambda rows: {"x": torch.randn(rows, 5, 6)}, tmp_path)
+    pipe, model = fxpipe.load(tmp_path / "out").double(), Cached().double()
+    pipe.load_state_dict(model.state_dict())
+    longer = torch.randn(8, 9, 6, dtype=torch.float64)
+    torch.testing.assert_close(pipe(longer), model(longer), rtol=0, atol=1e-14)
+
+
+def test_of_a_table_that_can_not_be_traced_what_a_call_keeps_is_taken(tmp_path):
+    verified(ReadOut, lambda rows: {"x": torch.randn(rows, 5, 6)}, tmp_path)
+    stages = (file.read_text() for file in (tmp_path / "out").glob("stage_*.py"))
+    assert 'register_buffer("constant_' in "".join(stages)

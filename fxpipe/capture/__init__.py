@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from fxpipe.capture.assigned import move_writes
 from fxpipe.capture.dynamo import FlatModel
 from fxpipe.capture.fingerprint import fingerprint
-from fxpipe.capture.first_calls import fills_once, first_calls, refuse_resized
+from fxpipe.capture.first_calls import first_calls, refuse_resized
 from fxpipe.capture.inputs import batch_of, bind, copies, flat_inputs, input_names, with_rows
 from fxpipe.capture.names import model_names
 from fxpipe.capture.refuse import (
@@ -24,6 +24,7 @@ from fxpipe.capture.refuse import (
 from fxpipe.capture.region import Excerpt, Region
 from fxpipe.capture.traced import Traced, trace_open
 from fxpipe.capture.variables import name_values
+from fxpipe.errors import CaptureError
 from fxpipe.ir import Capture, Input, Op
 from fxpipe.memory import faked, lacks_memory
 from fxpipe.ops.interpret import buffers, model_dtype, untouched
@@ -66,19 +67,18 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             seen = first_calls(model, form, input_structure, tensors, calls)
             refuse_new_buffers(names.saved, model)
             refuse_resized(before, names.state)
-            if memoryless:
-                seen.held.put_back()  # fake tensors of a mode that is over
+            seen.held.put_back()
         inputs = input_names(input_structure)
         if isinstance(model, Excerpt):
             refuse_written_inputs(model, inputs, seen.written)
         flat = FlatModel(model, form, input_structure, seen)
         trace = functools.partial(trace_open, flat, names, tensors, batched, inputs)
-        traced = trace()
-        read = _read(traced.graph, traced.modules)
-        once = bool(seen.changing) and fills_once(before, names, read, traced.found.ops)
-    if once:  # a package has no first call: each is as that one
-        with untouched(model, names.state):
-            model.train()
+        try:
+            traced = trace()  # a package has no first call: each is as that one
+        except CaptureError:
+            if memoryless or not seen.changing:
+                raise
+            seen.kept.put_back()  # the first one's work for later ones may be beyond a trace
             traced = trace()
     graph, names, outputs = traced.graph, traced.names, traced.outputs
     found = traced.found.ops

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from fxpipe.capture.assigned import assigned, attribute_marks, changed
 from fxpipe.capture.inputs import Form
-from fxpipe.capture.names import ModelNames, all_tensors
+from fxpipe.capture.names import all_tensors
 from fxpipe.capture.places import user_place
 from fxpipe.errors import CaptureError, InputError
-from fxpipe.ir import Op, own_storage
 from fxpipe.memory import is_fake
 from fxpipe.ops.contents import Contents
 from fxpipe.runtime.structure import Structure, describe, rebuild
@@ -24,7 +23,8 @@ class Seen:
 
     `assigned` are the buffers that forward puts another tensor in place of, in train mode (True)
     and in eval mode (False); `written` says of each input whether forward writes it in place.
-    `changing` are the attributes that a forward changes, `held` what was in them before.
+    `changing` are the attributes that a forward changes, `held` what was in them before, and `kept`
+    what is afterwards.
     """
 
     outputs: Structure
@@ -32,6 +32,7 @@ class Seen:
     written: tuple[bool, ...]
     changing: tuple[str, ...]
     held: Contents
+    kept: Contents
 
 
 def first_calls(
@@ -66,6 +67,7 @@ def first_calls(
         ),
         changing=tuple(changed(marks, attribute_marks(model))),
         held=held,
+        kept=Contents(model, state),
     )
 
 
@@ -79,22 +81,6 @@ def refuse_resized(before: Mapping[str, Tensor], state: Mapping[str, Tensor]) ->
                 f"{list(was.shape)}: a pipeline's buffers keep theirs. If it is the first call "
                 "that does, call the model once before you compile it"
             )
-
-
-def fills_once(
-    before: Mapping[str, Tensor], names: ModelNames, read: Sequence[str], ops: Mapping[str, Op]
-) -> bool:
-    """Whether a first call has filled buffers that later ones, whose `ops` these are, only read.
-
-    `before` are the buffers as they were before it.
-    """
-    written = {storage for op in ops.values() for storage in op.mutates}
-    return any(
-        name in read
-        and own_storage(names.aliases.get(name, name)) not in written
-        and not torch.equal(was, names.state[name])
-        for name, was in before.items()
-    )
 
 
 def _call(model: nn.Module, form: Form, given: dict[str, Any]) -> Any:
