@@ -190,6 +190,11 @@ class Computed(Base):
         return x @ self.scaled
 
 
+class KnowsItIsTraced(Base):
+    def step(self, x):
+        return self.layer(2 * x if torch.compiler.is_compiling() else x)
+
+
 class TwoBuffers(Base):
     def prepare(self):
         self.register_buffer("all", torch.ones(12))
@@ -232,6 +237,10 @@ class TwoBuffers(Base):
         (NewBuffer, "registers 'seen'.*in the constructor"),
         (HalfOfAWeight, "'half' shares memory with 'layer.weight', which changes"),
         (Computed, "'scaled' was computed of parameters.*in forward"),
+        (
+            KnowsItIsTraced,
+            r"in train mode: output 0 differs by[^$]*is_compiling\(\)[^$]*graph-breaks",
+        ),
         (TwoBuffers, "'all' shares memory with 'part', which changes"),
     ],
 )

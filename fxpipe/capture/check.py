@@ -159,7 +159,11 @@ class Check:
 
     def _hint(self) -> str:
         if not self.flat.changing:
-            return ""
+            return (
+                "\nThat is where torch's tracer takes another way through forward, as behind "
+                "torch.compiler.is_compiling(): torch.compile(model) differs too, then. "
+                "--allow-graph-breaks pipelines the model's largest part that is traced right."
+            )
         names = ", ".join(f"`{name}`" for name in self.flat.changing[:5])
         return f"\nA forward changes {names}: what a later call must know belongs in a buffer."
 
@@ -199,7 +203,7 @@ def observed(run: Run, model: nn.Module, state: Mapping[str, Tensor]) -> Result:
         }
         # Both read buffers, which get back their old values behind this block.
         gradients = _gradients(outputs, state)
-        values = {f"output {k}": output.detach().clone() for k, output in enumerate(outputs)}
+        values = {str(k): output.detach().clone() for k, output in enumerate(outputs)}
     return Result(values, gradients, buffers)
 
 
