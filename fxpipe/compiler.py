@@ -1,6 +1,7 @@
 """The straight line from a model to a package, each pass in its place."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from fxpipe.costs.criterion import Loss
 from fxpipe.costs.first_microbatch import check_rows, fitting
 from fxpipe.costs.optimizer import Optimizer, optimizer_of
 from fxpipe.costs.topology import network_of
-from fxpipe.errors import CaptureError, PlanError
+from fxpipe.errors import CaptureError, MixedRowsWarning, PlanError
 from fxpipe.ir import Plan, Profile
 from fxpipe.package import Package
 from fxpipe.partial import largest_part
@@ -98,7 +99,8 @@ def compile(
     With `allow_graph_breaks`, a model that can't be captured as one graph gives a package of its
     largest part that can: `manifest.part` names it, and `splice` puts it into the model.
 
-    The model is left as it was. Raises an FxpipeError for whatever can't be done.
+    The model is left as it was. Raises an FxpipeError for whatever can't be done, and gives a
+    MixedRowsWarning where a micro-batch's rows are not what they are in the whole batch.
     """
     lanes = parse_devices(devices)
     check_settings(microbatches, loops, schedule, checkpoint, solver, time_limit_s, capture)
@@ -193,6 +195,15 @@ def compile(
     )
     # Of a table that was given, nobody knew yet which stages write buffers.
     check(plan.schedule, manifest.stage_to_device, manifest.microbatches, manifest.written)
+    if captured.mixed and plan.schedule.n_microbatches > 1:
+        warnings.warn(
+            f"forward mixes rows of the batch, at {captured.mixed}: a micro-batch has its own rows "
+            "alone, so what the pipeline computes is not what the model does of the whole batch, "
+            "and `verify` compares it with the model's of each micro-batch. Where it should be of "
+            "the whole batch, do that behind the pipeline, or compile with one micro-batch",
+            MixedRowsWarning,
+            stacklevel=2,
+        )
     seconds = line.seconds
     return Package(manifest, captured, costs, question.chain, plan, wiring, files, seconds)
 

@@ -73,3 +73,11 @@ class WeightsError(FxpipeError):
 
 class StageError(FxpipeError):
     """A stage raised: the message says which stage, micro-batch and line of the stage file."""
+
+
+class MixedRowsWarning(UserWarning):
+    """What forward gives for a row hangs on other rows, of which a micro-batch has fewer.
+
+    Warns:    `h - h.mean(0)`, `h.roll(1, 0)` or `h.flip(0)` in forward
+    Repaired: that done behind the pipeline, or one micro-batch
+    """

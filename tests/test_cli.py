@@ -60,6 +60,14 @@ def test_compile_shows_the_plan_and_inspect_the_same_again():
     assert run("inspect", "out").stdout == result.stdout
 
 
+def test_a_warning_is_a_line_and_the_package_is_there():
+    mixes = MODEL.replace("return self.", "return x.mean() + self.")
+    result = run("compile", write(mixes), "--devices", "cpu*2", "-o", "out")
+    warning = "warning: forward mixes rows of the batch, at net.py, line 17: return x.mean()"
+    assert sum(line.startswith(warning) for line in result.stderr.splitlines()) == 1
+    assert Path("out/plan.json").exists()
+
+
 def test_json_is_one_object_and_all_there_is():
     result = compiled_into("out", "--json")
     facts = json.loads(result.stdout)

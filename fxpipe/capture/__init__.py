@@ -115,6 +115,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         conditions=traced.sizes.conditions,
         fingerprint=fingerprint(graph, specs),
         checked=_checked(traced, model_dtype(model), memoryless),
+        mixed=traced.mixed,
     )
 
 

@@ -14,6 +14,7 @@ from fxpipe.capture.dtypes import open_dtypes, share_reads
 from fxpipe.capture.dynamo import FlatModel, dynamo_graph
 from fxpipe.capture.functions import Functions
 from fxpipe.capture.graph import own_graph
+from fxpipe.capture.mixed_rows import mixed_rows
 from fxpipe.capture.modes import depends_on_mode, forget_eval, merge_modes
 from fxpipe.capture.multiples import write_multiples
 from fxpipe.capture.names import ModelNames, model_names
@@ -32,7 +33,10 @@ from fxpipe.runtime.structure import Structure
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A graph that the numeric check has passed, and what was found on the way."""
+    """A graph that the numeric check has passed, and what was found on the way.
+
+    `mixed` says where forward mixes rows of the batch, if it does.
+    """
 
     graph: fx.Graph
     modules: dict[str, nn.Module]
@@ -43,6 +47,7 @@ class Traced:
     found: Checked
     evaluates: bool
     in_one_dtype: bool
+    mixed: str
 
 
 def trace_open(flat: FlatModel, *rest: Any) -> Traced:
@@ -134,14 +139,16 @@ def _trace(
     if step > 1:
         write_multiples(graph, step)
     check = replace(check, outputs=outputs)
+    known = with_rows_known(together(sizes), check, found, tensors, step)
     return Traced(
         graph,
         modules,
         names,
         functions,
-        with_rows_known(together(sizes), check, found, tensors, step),
+        known,
         outputs,
         found,
         evaluates,
         in_one_dtype,
+        mixed_rows(check, known, batched, step) if isinstance(check, Check) and evaluates else "",
     )

@@ -4,12 +4,13 @@ import contextlib
 import json
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, MixedRowsWarning
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -45,7 +46,7 @@ def answering(as_json: bool) -> Iterator[Answer]:
     """
     answer = Answer(as_json)
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), _warning_in_a_line():
             yield answer
     except FxpipeError as error:
         say(f"error: {error}")
@@ -59,6 +60,22 @@ def answering(as_json: bool) -> Iterator[Answer]:
         traceback.print_exc()
         say("fxpipe failed: this is a bug in fxpipe, not in your model. Please report it.")
         raise typer.Exit(FAILED) from error
+
+
+@contextlib.contextmanager
+def _warning_in_a_line() -> Iterator[None]:
+    """Of a warning of ours, the place it comes from is none of the user's."""
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **file: Any) -> None:
+            if issubclass(category, MixedRowsWarning):
+                say(f"warning: {message}")
+            else:
+                others(message, category, *place, **file)
+
+        warnings.showwarning = show
+        yield
 
 
 def say(text: str) -> None:

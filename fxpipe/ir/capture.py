@@ -70,7 +70,8 @@ class Capture:
     `saved` are the names that a state_dict has; `functions` is the text of a module that defines
     the custom autograd.Functions whose `apply` the graph calls; `dtype` is that of the model's
     parameters. `sizes` are the traced values of the inputs' other sizes that are left open, such
-    as `length`, and `conditions` say, as Python text, for which others the graph holds.
+    as `length`, and `conditions` say, as Python text, for which others the graph holds. `mixed`
+    says where forward mixes rows of the batch, if it does.
     """
 
     model_name: str
@@ -95,6 +96,7 @@ class Capture:
     conditions: tuple[str, ...]
     fingerprint: str
     checked: str
+    mixed: str
 
     def mode(self, value: str) -> Mode:
         """The modes in which `value` is computed."""

@@ -1,0 +1,93 @@
+"""Does what forward gives for a row hang on the other rows? A micro-batch has fewer of them."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxpipe.capture.check import Check
+from fxpipe.capture.inputs import copies
+from fxpipe.capture.observe import Observer
+from fxpipe.capture.sizes import Sizes
+from fxpipe.difference import distance, largest
+from fxpipe.ops.interpret import (
+    DTYPE,
+    TRAINING,
+    Compute,
+    Hook,
+    model_dtype,
+    plainly,
+    run_graph,
+    untouched,
+)
+from fxpipe.runtime.backward import differentiable
+from fxpipe.runtime.fit import unmet
+from fxpipe.runtime.leaves import in_mode, places
+
+
+def mixed_rows(check: Check, sizes: Sizes, batched: Sequence[bool], step: int) -> str:
+    """Where forward first mixes rows, in words; "" if no output in eval mode shows that it does.
+
+    A batch as a whole is compared with its two parts, each of a multiple of `step` rows. A model
+    that takes no such parts, or draws random numbers in eval mode too, shows nothing.
+    """
+    rows = next(len(x) for x, cut in zip(check.inputs, batched, strict=True) if cut)
+    first = rows // step // 2 * step
+    if not first or unmet(sizes.conditions, sizes.values, [first, rows - first]) is not None:
+        return ""
+    parts = [
+        [x[begin:end] if cut else x for x, cut in zip(check.inputs, batched, strict=True)]
+        for begin, end in ((0, rows), (0, first), (first, rows))
+    ]
+    observer = Observer(check.modules, check.state)
+    hooks: list[Hook] = [observer, plainly, plainly]
+    try:
+        outputs = [_run(check, part, hook) for part, hook in zip(parts, hooks, strict=True)]
+    except Exception:  # as of an op that takes no such part
+        return ""
+    mixed = any(_mixed(*each) for each in zip(*outputs, strict=True))
+    if not mixed or any(op.random for op in observer.ops.values()):
+        return ""
+    seen: list[dict[str, Tensor]] = [{}, {}, {}]
+    for part, values in zip(parts, seen, strict=True):
+        _run(check, part, partial(_noted, values))
+    both = set.intersection(*map(set, seen))
+    names = (name for name in seen[0] if name in both)
+    name = next((name for name in names if _mixed(*(values[name] for values in seen))), "")
+    source = observer.ops[name].source if name else None
+    return f"{source.file}, line {source.line}: {source.text}" if source else "an output of forward"
+
+
+def _run(check: Check, inputs: Sequence[Tensor], hook: Hook) -> list[Tensor]:
+    attributes = {**check.state, TRAINING: False, DTYPE: model_dtype(check.flat)}
+    with untouched(check.flat, check.state), torch.no_grad():
+        check.flat.eval()
+        made = run_graph(check.graph, check.modules, attributes, copies(inputs), hook)
+    return [made[place] for place in places(in_mode(check.outputs, training=False))]
+
+
+def _noted(
+    values: dict[str, Tensor],
+    node: fx.Node,
+    compute: Compute,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A hook that keeps a copy of what each op made: others may write it."""
+    made = compute(args, kwargs)
+    if isinstance(made, Tensor):
+        values[node.name] = made.clone()
+    return made
+
+
+def _mixed(whole: Tensor, *parts: Tensor) -> bool:
+    """Whether rows are others than in parts, by more than other kernels for other sizes make."""
+    if not differentiable(whole) or not whole.dim() or not whole.numel():
+        return False
+    if any(part.shape[1:] != whole.shape[1:] for part in parts):
+        return False
+    joined = torch.cat(parts)
+    allowed = torch.finfo(whole.dtype).eps ** 0.5 * largest(whole)
+    return joined.shape == whole.shape and distance(joined, whole) > allowed
