@@ -135,6 +135,35 @@ def replicated(
     return "equal"
 
 
+def gradients_go_on(folder: Path, dp: int) -> int:
+    """How many hooked steps' gradients are equal: a replica has a hook, the others new tensors.
+
+    Between steps gradients are halved; the memory in which a step finds them is that of their sum.
+    """
+    toy, m = toys.TIED, 2
+    model, pipe = pair(folder, toy, dp=dp)
+    inputs, replica = toy.inputs(m * dp), pipe._ranks.replica
+    own = [x.chunk(dp)[replica] for x in inputs]
+    parameters = [*pipe.parameters()]
+    seen: list[list[Tensor]] = []
+    for k in range(4):
+        seen.append([])
+        memory = [p.grad.data_ptr() for p in parameters if p.grad is not None]
+        toys.plain_step(toy, model, inputs, m)
+        pipe.step(*own, loss_fn=toys.mean_loss)
+        toys.assert_same_state(pipe, model)
+        assert k == 0 or memory == [p.grad.data_ptr() for p in parameters if p.grad is not None]
+        for p in (*model.parameters(), *parameters):
+            p.grad = p.grad / 2 if replica else p.grad.mul_(0.5)
+        if k == 0 and replica == 0:
+            parameters[-1].register_post_accumulate_grad_hook(
+                lambda p: seen[-1].append(p.grad.clone())
+            )
+    found = [some[-1] for some in seen if some]
+    assert all(toys.same(each, found[0]) for each in found)
+    return len(found)
+
+
 def in_data_parallel(folder: Path) -> str:
     """A pipeline of one process in torch's DistributedDataParallel, as Pipe's users have it."""
     toy, rank = toys.NORMED, torch.distributed.get_rank()
@@ -585,10 +614,15 @@ def traced(folder: Path, x: Tensor) -> None:
 
 
 def held(
-    folder: Path, x: Tensor, y: Tensor, loss_fn: Callable[..., Tensor], adds_up: bool = False
+    folder: Path,
+    x: Tensor,
+    y: Tensor,
+    loss_fn: Callable[..., Tensor],
+    adds_up: bool = False,
+    dp: int = 1,
 ) -> tuple[int, int]:
     """What this rank was predicted to hold in a step, and what it does; it may not be the first."""
-    pipe = load(folder, distributed=True)
+    pipe = load(folder, distributed=True, dp=dp)
     pipe.step(x, target=y, loss_fn=loss_fn)
     if not adds_up:
         pipe.zero_grad()
@@ -706,11 +740,12 @@ def frozen_in_part(folder: Path, dp: int) -> str:
     return "no error"
 
 
-def mistaken(folder: Path, name: str, m: int) -> list[int]:
+def mistaken(folder: Path, name: str, m: int, dp: int = 1) -> list[int]:
     """How often this rank's first stage ran in each step; the last rank's loss is another once."""
     toy = toys.TOYS[name]
-    model, pipe = pair(folder, toy)
-    inputs = toy.inputs()
+    model, pipe = pair(folder, toy, dp=dp)
+    inputs = toy.inputs(2 * m * dp)
+    own = [x.chunk(dp)[pipe._ranks.replica] for x in inputs]
     ran: list[None] = []
     pipe._stages[0].module.register_forward_hook(lambda *_: ran.append(None))
 
@@ -724,7 +759,7 @@ def mistaken(folder: Path, name: str, m: int) -> list[int]:
         expected = toys.plain_step(toy, model, inputs, m, name == "noisy")
         torch.manual_seed(3)
         loss_fn = other if pipe.is_last and k == 2 else toys.mean_loss
-        assert toys.same(pipe.step(*inputs, loss_fn=loss_fn), expected)
+        assert toys.same(pipe.step(*own, loss_fn=loss_fn), expected)
         toys.assert_same_state(pipe, model)
         counts.append(len(ran))
     return counts

@@ -4,7 +4,10 @@ import jobs
 import pytest
 import torch
 import toys
+from torch import nn
+from torch.nn import functional
 
+import fxpipe
 from fxpipe import checkpoint
 from fxpipe.passes import order
 from fxpipe.runtime import load
@@ -41,6 +44,40 @@ def test_replicas_under_schedules_with_several_stages_a_rank(four, tmp_path, sch
 def test_replicas_of_one_rank(two, tmp_path):
     toys.write(tmp_path, toys.TIED, 3, devices=(0, 0, 0))
     assert two.run(jobs.replicated, tmp_path, "tied", 3, [(7, 3), (1, 4)]) == ["equal"] * 2
+
+
+@pytest.mark.parametrize("devices", [(0, 0, 0), (0, 1, 0)])
+def test_gradients_go_on_where_replicas_have_other_hooks_and_tensors(four, tmp_path, devices):
+    toys.write(tmp_path, toys.TIED, 2, devices=devices)
+    dp = 4 // len({*devices})
+    hooked = 4 // dp
+    assert four.run(jobs.gradients_go_on, tmp_path, dp) == [3] * hooked + [0] * (4 - hooked)
+
+
+@pytest.mark.parametrize(("name", "devices"), [("chain", (0, 1, 1)), ("tied", (0, 1, 0))])
+def test_gradients_go_on_where_a_step_begins_again(four, tmp_path, name, devices):
+    toys.write(tmp_path, toys.TOYS[name], 4, devices=devices)
+    first, _, third, _ = four.run(jobs.mistaken, tmp_path, name, 4, 2)
+    assert first == third
+    assert max(first) > 4
+
+
+def test_steps_that_add_up_hold_one_gradient(two, tmp_path):
+    layers = (nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8))
+    model, x = nn.Sequential(*layers), torch.randn(8, 64)
+    package = fxpipe.compile(
+        model,
+        (x,),
+        devices="cpu*1",
+        microbatches=4,
+        profile="analytic:cpu",
+        target=x,
+        loss_fn=functional.mse_loss,
+    )
+    package.write(tmp_path / "out", weights=True)
+    job = (jobs.held, tmp_path / "out", x, x, functional.mse_loss, True, 2)
+    for predicted, measured in two.run(*job):
+        assert measured <= predicted
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])

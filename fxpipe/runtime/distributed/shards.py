@@ -6,20 +6,21 @@ reduces their gradients after its last one, beside the rest of the row.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.runtime.call import Call
 from fxpipe.runtime.distributed.messages import Free, Gather, Gathered, Item, Reduce
 from fxpipe.runtime.distributed.patience import wait_checking
 from fxpipe.runtime.distributed.ranks import Ranks
-from fxpipe.runtime.distributed.replicas import buckets, kept_apart, refuse_sparse
+from fxpipe.runtime.distributed.replicas import buckets
 from fxpipe.runtime.distributed.shard import Shard
+from fxpipe.runtime.distributed.sums import refuse_sparse
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.swapping import holder_of
 
@@ -104,7 +105,7 @@ class Shards:
 
         Then it will `finish`, before gradients of earlier steps are added.
         """
-        with kept_apart(parameters.values()):
+        with _kept_apart(parameters.values()):
             self._pending = []
             yield
             for event in self._pending:
@@ -157,3 +158,19 @@ class Shards:
             call.resized(j, shard.parameters)
 
         return self._ranks.begin(job)
+
+
+@contextmanager
+def _kept_apart(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """In the block gradients are a step's own; those of earlier ones have been summed then."""
+    before = {parameter: parameter.grad for parameter in parameters}
+    for parameter in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before.items():
+            if gradient is not None:
+                if parameter.grad is not None:
+                    gradient += parameter.grad
+                parameter.grad = gradient

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from fxpipe.runtime.distributed.around import names_around
 from fxpipe.runtime.distributed.dtensors import broadcast, local, shared_like
-from fxpipe.runtime.distributed.ranks import MistakenError, Ranks
+from fxpipe.runtime.distributed.earlier import parted
+from fxpipe.runtime.distributed.ranks import Ranks
 from fxpipe.runtime.manifest import Manifest
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.ties import Use, bound
@@ -111,14 +112,15 @@ class SharedWeights:
     @contextmanager
     def collected(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """For `step`: when the block ends, each parameter gets the sum of all stages' gradients."""
-        begun = [_Begun(parameters[each.name], each.group.size()) for each in self.shared]
-        try:
-            with bound([each.uses for each in self.shared], [one.leaf for one in begun]):
-                yield
-        except MistakenError:  # no backward has run
-            for one in begun:
-                one.take_back()
-            raise
+        begun = [_Begun(parameters[each.name]) for each in self.shared]
+        leaves = [one.leaf for one in begun]
+        earlier = [
+            (leaf.grad, each.group.size())
+            for each, leaf in zip(self.shared, leaves, strict=True)
+            if leaf.grad is not None
+        ]
+        with parted(earlier), bound([each.uses for each in self.shared], leaves):
+            yield
         for each, one in zip(self.shared, begun, strict=True):
             one.give(self._summed(each, one.leaf.grad, one.parameter))
 
@@ -145,24 +147,17 @@ class SharedWeights:
 class _Begun:
     """What a holder computes a step with in the place of `parameter`: its `leaf`.
 
-    Where steps add up, the leaf's gradient begins with the holder's part of what all have alike, in
-    the memory of the parameter's: the sum over the `n` holders has all of it then, and a second
-    gradient is held only where a hook on the parameter is to see this step's alone.
+    Where steps add up, the leaf's gradient begins as the parameter's, in its memory; a second one
+    is held only where a hook on the parameter is to see this step's alone.
     """
 
-    def __init__(self, parameter: nn.Parameter, n: int) -> None:
+    def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
         self.leaf = parameter.detach().requires_grad_(parameter.requires_grad)
-        self._n = n
         self._before = parameter.grad if parameter.requires_grad else None
         self._apart = has_hooks(parameter)
         if self._before is not None:
-            self.leaf.grad = self._before / n if self._apart else self._before.div_(n)
-
-    def take_back(self) -> None:
-        """Of a step that came to nothing."""
-        if self._before is not None and not self._apart:
-            self._before.mul_(self._n)
+            self.leaf.grad = self._before.clone() if self._apart else self._before
 
     def give(self, total: Tensor | None) -> None:
         """Let the parameter have the `total` over all holders."""

@@ -64,7 +64,7 @@ class RankWeights:
                 stack.enter_context(self.shards.collected(parameters, total))
             else:
                 if self.replicas is not None:
-                    stack.enter_context(self.replicas.collected(parameters))
+                    stack.enter_context(self.replicas.collected())
                 stack.enter_context(self._shared.collected(parameters))
             yield
 
