@@ -106,6 +106,14 @@ def test_calls_that_do_not_fit_say_what_does(two, tmp_path):
     assert "several stages of this rank add to the gradient of head.weight" in scale
 
 
+def test_a_target_of_no_tensor_is_refused_on_each_rank_and_none_where_the_loss_is(two, tmp_path):
+    toys.write(tmp_path, toys.CHAIN, 4, devices=(0, 0, 1))
+    first, last = two.run(torch_jobs.targets, tmp_path)
+    rule = "the rank of the last stage gives a tensor, which torch cuts along its first dimension"
+    assert first[:2] == ["nothing", "nothing"]
+    assert all(rule in error for error in [*first[2:], *last])
+
+
 @pytest.mark.parametrize(
     ("settings", "error"),
     [

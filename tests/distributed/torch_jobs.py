@@ -1,8 +1,10 @@
 """What ranks are asked to do with torch.distributed.pipelining, compared with the plain model."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
@@ -242,6 +244,16 @@ def misused(folder: Path) -> list[str]:
         told(lambda: first.submod(ids=ids[:2])),
         told(lambda: last.scale_grads(4)),
     ]
+
+
+def targets(folder: Path) -> list[str]:
+    """The errors of steps and evaluations with no target, and with one of no tensor."""
+    _, parts = pair(folder, toys.CHAIN, batch=8)
+    schedule, found = parts.schedule(toys.mean_loss), []
+    with mock.patch.object(type(schedule).__base__, "step"):  # which would wait for other ranks
+        for target in (None, {"y": torch.zeros(8)}):
+            found += [told(partial(run, target=target)) for run in (schedule.step, schedule.eval)]
+    return found
 
 
 def other_dtypes(folder: Path) -> list[str]:

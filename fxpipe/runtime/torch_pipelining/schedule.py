@@ -137,10 +137,11 @@ class TableSchedule(_PipelineScheduleRuntime):
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Torch's step. Raises InputError, before it begins, for a batch of another size.
 
-        So it does for a `target` that is no tensor: torch cuts it as the batch.
+        So it does for a `target` that is no tensor, on every rank that is given one: torch cuts it
+        as the batch. Where the loss is, there must be one.
         """
-        needed = self._has_backward and any(stage.is_last for stage in self._stages)
-        if needed and not isinstance(target, Tensor):
+        needed = self._loss_fn is not None and any(stage.is_last for stage in self._stages)
+        if (needed or target is not None) and not isinstance(target, Tensor):
             raise InputError(
                 f"target is {type(target).__name__}: the rank of the last stage gives a tensor, "
                 "which torch cuts along its first dimension into micro-batches"
