@@ -210,12 +210,17 @@ def _told(part: Part, facts: Facts) -> Iterator[TensorSpec]:
 
 
 def _argument_names(node: fx.Node) -> list[str]:
-    """What the positional arguments of an op are called, as far as the function tells."""
+    """What the positional arguments of an op are called, as far as the function tells.
+
+    A name that no call may give says nothing: `a` and `b` of operator.mul.
+    """
     if node.target is operator.getitem:
         return ["", "index"]
+    unknown = [""] * len(node.args)
     if node.op == "call_function":
         try:
-            return [*inspect.signature(node.target).parameters, *[""] * len(node.args)]  # type: ignore[arg-type]
+            parameters = inspect.signature(node.target).parameters.values()  # type: ignore[arg-type]
         except (ValueError, TypeError):
-            pass
-    return [""] * len(node.args)
+            return unknown
+        return [*("" if p.kind is p.POSITIONAL_ONLY else p.name for p in parameters), *unknown]
+    return unknown

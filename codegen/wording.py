@@ -1,10 +1,24 @@
 """What the user's line calls the arguments of an op: `C` in `x.view(B, H, W, C)`."""
 
 import ast
+import operator
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
+_SIGNS: dict[Any, type[ast.operator]] = {
+    operator.add: ast.Add,
+    operator.sub: ast.Sub,
+    operator.mul: ast.Mult,
+    operator.truediv: ast.Div,
+    operator.pow: ast.Pow,
+    operator.iadd: ast.Add,
+    operator.isub: ast.Sub,
+    operator.imul: ast.Mult,
+    operator.itruediv: ast.Div,
+    operator.ipow: ast.Pow,
+}
 _BRACKETS = ("", ")", "))", ")))", ",)", "])")
 
 
@@ -19,6 +33,8 @@ def argument_words(node: fx.Node) -> list[str]:
             tree = ast.parse(source.text.rstrip(":") + end)
         except SyntaxError:
             continue
+        if node.target in _SIGNS:
+            return _operands(tree, _SIGNS[node.target])
         for call in ast.walk(tree):
             if isinstance(call, ast.Call) and _name(call.func) == called:
                 return [word for argument in call.args for word in _words(argument)]
@@ -39,6 +55,18 @@ def assigned_word(text: str) -> str | None:
             return found.id if isinstance(found, ast.Name) else None
         return None
     return None
+
+
+def _operands(tree: ast.AST, sign: type[ast.operator]) -> list[str]:
+    """The names on both sides of a sign, if it stands in the line once."""
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.BinOp(left, op, right) | ast.AugAssign(left, op, right) if type(op) is sign:
+                found.append([left, right])
+    if len(found) != 1:
+        return []
+    return ["" if isinstance(side, ast.BinOp) else _name(side) for side in found[0]]
 
 
 def _words(argument: ast.expr) -> Iterator[str]:

@@ -128,6 +128,38 @@ def test_arguments_are_called_as_the_users_class_calls_them(tmp_path):
     assert "Window(window)" in package.files["stage_1.py"]
 
 
+@pytest.mark.parametrize(
+    ("combined", "name"),
+    [
+        (lambda x, y, scale: x + scale * y, "scale"),
+        (lambda x, y, scale: x * 2 + scale * y, "number"),  # which of the two products it is
+    ],
+)
+def test_a_factor_is_called_as_the_users_line_calls_it(combined, name):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+
+        def forward(self, x, scale):
+            return combined(x, self.mix(x), scale)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Scaled() for _ in range(3))
+
+        def forward(self, x):
+            for k, layer in enumerate(self.layers):
+                x = layer(x, 1 / (k + 2))
+            return x
+
+    package = compile_flat(Net(), kwargs=rows(4), devices=1, microbatches=2)
+    (scaled,) = classes(package).values()
+    assert f"def __init__(self, {name}: float) -> None:" in scaled
+    assert f" + self.{name} * mix" in scaled
+
+
 def test_an_input_of_a_layer_of_torch_is_called_as_its_forward_calls_it(tmp_path):
     class Attending(nn.Module):
         def __init__(self):
