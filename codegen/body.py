@@ -178,7 +178,7 @@ class Body:
         *before, last = _unparenthesized(statement).splitlines()
         yield from (Line(self._indent + line) for line in before)
         spec = self.scope.specs.get(node.name)
-        yield Line(self._indent + last, "" if spec is None else str(spec))
+        yield Line(self._indent + last, spec="" if spec is None else str(spec))
 
     def _outlive(self, *nodes: fx.Node) -> None:
         """Note the variables that nothing needs behind `nodes`."""
@@ -193,7 +193,7 @@ class Body:
     def _unpack(self, node: fx.Node, items: Sequence[fx.Node | None], writer: Writer) -> Line:
         variables = [self.names[item.name] if item else "_" for item in items]
         code = _unparenthesized(_bound(variables, writer.expression(node)))
-        return Line(self._indent + code, self._common_spec(items))
+        return Line(self._indent + code, spec=self._common_spec(items))
 
     def _common_spec(self, items: Sequence[fx.Node | None]) -> str:
         specs = {str(self.scope.specs.get(item.name, "")) for item in items if item}
@@ -236,7 +236,7 @@ class Body:
             yield Line(f"{self._indent}for {counter} in range({span}):")
             module = f"{container}[str({counter})]"
         call = _bound(variables, called(node, module, ", ".join(arguments)))
-        yield Line(f"{self._indent}    {call}", self._common_spec(results))
+        yield Line(f"{self._indent}    {call}", spec=self._common_spec(results))
         for result, name in lists.items():
             yield Line(f"{self._indent}    {name}.append({variables[result]})")
 

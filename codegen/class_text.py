@@ -169,7 +169,8 @@ def _returning(body: Sequence[Line], result: str) -> list[Line]:
     """The body with its return; what the last line makes is returned at once."""
     last = body[-1] if body else Line()
     if last.code.startswith(f"{result} = ") and "\n" not in last.code:
-        return [*body[:-1], Line(last.code.replace(f"{result} =", "return", 1), last.comment)]
+        returned = replace(last, code=last.code.replace(f"{result} =", "return", 1))
+        return [*body[:-1], *returned.fitted()]
     return [*body, Line(f"return {result}")]
 
 

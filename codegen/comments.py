@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 
 from fxpipe.codegen.names import plain
@@ -15,19 +15,31 @@ WIDTH = LINE - 8  # of one in a method
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Code, a comment, or both."""
+    """Code, a comment, or both; `spec` is the shape of what the code makes, told behind those."""
 
     code: str = ""
     comment: str = ""
+    spec: str = ""
 
     def __str__(self) -> str:
-        comment = f"# {self.comment}" if self.comment else ""
+        told = ": ".join(part for part in (self.comment, self.spec) if part)
+        comment = f"# {told}" if told else ""
         return f"{self.code}  {comment}" if self.code.strip() and comment else self.code + comment
 
     @property
     def fits(self) -> bool:
         """Whether ruff leaves code and comment on one line."""
         return len(str(self)) <= WIDTH
+
+    def fitted(self) -> list["Line"]:
+        """The code with what there is room for; the comment stands above it if need be."""
+        code = replace(self, spec="")
+        if self.fits:
+            return [self]
+        if code.fits or not self.comment:
+            return [code]
+        indent = self.code[: len(self.code) - len(self.code.lstrip())]
+        return [Line(indent, self.comment), Line(self.code)]
 
 
 @dataclass(slots=True)
@@ -71,22 +83,14 @@ class Comments:
             yield Line(indent, plain(shortened(f"{said}: {source.text}", WIDTH - 2)))
             said = ""
         for line in lines:
-            yield from self._commented(line.code, said, line.comment)
+            yield from self._commented(replace(line, comment=plain(said), spec=plain(line.spec)))
             said = ""
 
-    def _commented(self, code: str, said: str, spec: str) -> Iterator[Line]:
-        """The code with what there is room for; the user's line stands above it if need be."""
-        spec = spec if spec != self._spec else ""
-        whole = Line(code, plain(": ".join(part for part in (said, spec) if part)))
-        if whole.fits:
-            self._spec = spec or self._spec
-            yield whole
-        elif Line(code, said).fits:
-            yield Line(code, said)
-        else:
-            if said:
-                yield Line(code[: len(code) - len(code.lstrip())], said)
-            yield Line(code)
+    def _commented(self, line: Line) -> list[Line]:
+        """The line with what there is room for, the shape left out that stands above it anyway."""
+        lines = (replace(line, spec="") if line.spec == self._spec else line).fitted()
+        self._spec = lines[-1].spec or self._spec
+        return lines
 
 
 def shortened(text: str, width: int) -> str:

@@ -217,6 +217,22 @@ def test_a_module_that_a_group_names_twice_gets_a_variable():
     ]
 
 
+@pytest.mark.parametrize("digits", range(16, 19))
+def test_a_comment_never_breaks_the_line_that_returns(digits):
+    class Limited(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.limit = int("1" * digits)
+
+        def forward(self, x):
+            x = x.clamp(-self.limit, self.limit)
+            return x
+
+    assert body(Limited(), torch.randn(4, 6)) == [
+        f"return x.clamp(-{'1' * digits}, {'1' * digits})",
+    ]
+
+
 def test_a_write_in_place_stays_a_statement():
     class InPlace(nn.Module):
         def forward(self, x):

@@ -19,6 +19,4 @@ class Stage1(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # models.py
         # line 32: x = self.middle(skip)
-        return self.middle["3"](
-            self.middle["2"](self.middle["1"](x))
-        )  # float32[batch, 6]
+        return self.middle["3"](self.middle["2"](self.middle["1"](x)))
