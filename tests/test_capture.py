@@ -641,6 +641,17 @@ class WritesItsWeight(nn.Module):
         return self.second(self.first(x).relu())
 
 
+class Along(models.Chain):
+    def forward(self, x):
+        x = self.layers(x)
+        return torch.take_along_dim(x, x.argsort(1)[:, :1], 1)
+
+
+class Products(models.Chain):
+    def forward(self, x):
+        return torch.linalg.multi_dot([self.layers(x), torch.eye(6), torch.eye(6)])
+
+
 class Quantized(models.Chain):
     def forward(self, x):
         return torch.fake_quantize_per_tensor_affine(self.layers(x), 0.1, 0, -128, 127)
@@ -668,6 +679,16 @@ class Quantized(models.Chain):
                 "--allow-graph-breaks",
             ],
         ),
+        (
+            Along(),
+            [
+                "torch traces take_along_dim for one batch size only",
+                "return torch.take_along_dim(x",
+                "torch.gather",
+                "--allow-graph-breaks",
+            ],
+        ),
+        (Products(), ["torch traces multi_dot for one batch size only", "by @"]),
         (WritesItsWeight(), ["writes the parameter 'second.weight'", "outside of forward"]),
         (PythonDraws(), ["Python's random module", "torch.rand(())"]),
         (PythonPaths(), ["Python's random module", "torch.rand(())", "random.random() < 0.5"]),

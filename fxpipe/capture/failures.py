@@ -1,5 +1,6 @@
 """Failures of tracing, told in the user's words."""
 
+import re
 from collections.abc import Mapping, Sequence
 from traceback import FrameSummary
 
@@ -21,6 +22,17 @@ ELSEWHERE = (
     "write what it does with ops of torch on whole tensors, or keep that module outside the "
     "pipelined model, as --allow-graph-breaks does"
 )
+
+
+# Ops of which torch traces steps that count the rows, and what is written with others.
+_COUNTING_ROWS = {
+    "take_along_dim": "torch.gather, the index expanded to the other dimensions",
+    "gradient": "the differences of slices, or torch.diff",
+    "kron": "torch.einsum and a reshape",
+    "multi_dot": "the products one by one, by @",
+    "chain_matmul": "the products one by one, by @",
+    "block_diag": "torch.cat of blocks that are padded (F.pad)",
+}
 
 
 def transforms_a_function(place: str) -> str:
@@ -46,6 +58,14 @@ def frozen_batch(
 
     `whole` are the shapes of inputs that go whole to each micro-batch.
     """
+    op = _counting_rows(stack)
+    if op is not None:
+        return (
+            f"torch traces {op} for one batch size only, {place_of(stack)}\n"
+            "A pipeline cuts the batch into micro-batches: write it with ops that are traced for "
+            f"any number of rows, here {_COUNTING_ROWS[op]}.\n"
+            "With --allow-graph-breaks the model's largest part without it is pipelined."
+        )
     message = (
         f"forward works for one batch size only, {place_of(stack)}\n"
         "A pipeline cuts the batch into micro-batches: write x.size(0) in place of the number, "
@@ -57,6 +77,13 @@ def frozen_batch(
         "--allow-graph-breaks pipelines the model's largest part without that line."
     )
     return "\n".join([message, *turned(whole, batch)])
+
+
+def _counting_rows(stack: Sequence[FrameSummary]) -> str | None:
+    """The op in the user's line that torch can't trace for another number of rows, if one is."""
+    frame = user_frame(stack)
+    called = re.findall(r"(?<!self\.)\b(\w+)\(", (frame.line if frame else None) or "")
+    return next((name for name in called if name in _COUNTING_ROWS), None)
 
 
 def unsupported(error: Exception) -> str:
