@@ -4,6 +4,7 @@ Only what holds for every input is changed: whatever some op writes into is left
 """
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,15 +30,16 @@ CASTS = {
     "bool": torch.bool,
 }
 _RESHAPES = ("view", "reshape", "expand", "expand_as", "view_as", "reshape_as")
+_BY_NUMBERS = (operator.add, torch.add, operator.mul, torch.mul, operator.sub, operator.truediv)
 _WHOLE = (slice(None), slice(0, None), slice(0, None, 1), slice(None, None, 1), Ellipsis)
 
 
 def simplify(graph: fx.Graph, ops: Mapping[str, Op]) -> bool:
     """Rewrite `graph` in place, given what its ops were seen to do; whether anything changed."""
     before = [node.name for node in graph.nodes]
-    pure = _Pure(graph, ops)
+    pure, settings = _Pure(graph, ops), _settings(graph)
     for node in list(graph.nodes):
-        given = _passes_on(node)
+        given = None if node in settings else _passes_on(node)
         if given is not None and pure(node) and all(map(_may_read_another, node.users)):
             later = "variable" in node.meta or named_by_user(node)
             if later and given.op.startswith("call_") and _takes_name(given):
@@ -99,6 +101,24 @@ class _Pure:
     def _memories(self, node: fx.Node) -> tuple[str, ...]:
         op = self._ops.get(node.name)
         return (node.name,) if op is None else op.memories
+
+
+def _settings(graph: fx.Graph) -> set[fx.Node]:
+    """Ops by a number where their line, in another module, has another: the 1 in 1, 1/2, 1/3, ...
+
+    Without one of those ops a module would not be like the others, of whose class it is.
+    """
+    found: dict[Any, dict[fx.Node, list[float]]] = {}
+    times = Counter[Any]()
+    for node in graph.nodes:
+        numbers = [arg for arg in node.args if type(arg) in (int, float)]
+        if node.target in _BY_NUMBERS and numbers and node.meta.get("frames"):
+            line = (node.target, node.meta["frames"][-1], *map(type, numbers))
+            module = node.meta["module"]
+            found.setdefault((line, times[line, module]), {})[node] = numbers
+            times[line, module] += 1
+    differing = (alike for alike in found.values() if len({*map(tuple, alike.values())}) > 1)
+    return {node for alike in differing for node in alike}
 
 
 def _takes_name(node: fx.Node) -> bool:

@@ -160,6 +160,31 @@ def test_a_factor_is_called_as_the_users_line_calls_it(combined, name):
     assert f" + self.{name} * mix" in scaled
 
 
+def test_a_layer_whose_factor_is_one_is_of_the_class_of_the_others(tmp_path):
+    class Fading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+
+        def forward(self, x, scale, whole=1.0):
+            return x + scale * self.mix(x) * whole
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Fading() for _ in range(4))
+
+        def forward(self, x):
+            for k, layer in enumerate(self.layers):
+                x = layer(x, 1 / (k + 1))
+            return x
+
+    package = verified(Net, rows, tmp_path, devices="cpu*1")
+    (fading,) = classes(package).values()
+    assert "4 times" in fading
+    assert "return x + self.number * self.mix(x)  #" in fading
+
+
 def test_an_input_of_a_layer_of_torch_is_called_as_its_forward_calls_it(tmp_path):
     class Attending(nn.Module):
         def __init__(self):
