@@ -5,6 +5,7 @@ import keyword
 import operator
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, count
 
@@ -111,8 +112,22 @@ def _begun(ops: Sequence[fx.Node]) -> dict[str, str]:
 
 
 def called_values(ops: Iterable[fx.Node]) -> dict[str, str]:
-    """The variables that the user's lines assign to what modules of the package return."""
-    return {node.name: node.meta[CALLED] for node in ops if CALLED in node.meta}
+    """The variables that the user's lines assign to what modules of the package return.
+
+    What an op takes apart and the user called alike, as a loop over it does, has numbers by place.
+    """
+    called: dict[str, str] = {}
+    for node in ops:
+        if CALLED in node.meta:
+            called[node.name] = node.meta[CALLED]
+        elif node.op != "call_module" and _is_tuple(node):
+            items = [user for user in node.users if user.target is operator.getitem]
+            times = Counter(base_name(item.name) for item in items)
+            for item in items:
+                base = base_name(item.name)
+                if times[base] > 1:
+                    called[item.name] = f"${base}_{item.args[1]}"
+    return called
 
 
 def base_name(value: str) -> str:

@@ -24,6 +24,20 @@ class Net(nn.Module):
         return self.d(torch.cat([x, skip], dim=1))
 
 
+class Rows(nn.Module):
+    """A layer for each row of a buffer, of which some cross a cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.register_buffer("scales", torch.rand(4, 6))
+
+    def forward(self, image):
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            image = layer(image).sin() * scale
+        return image
+
+
 def rows(batch):
     return {"image": torch.randn(batch, 6)}
 
@@ -48,3 +62,11 @@ def test_what_the_model_goes_on_with_has_no_number(tmp_path):
         "x_2": "float32[batch, 6]",
         "x": "float32[batch, 4]",
     }
+
+
+def test_what_a_loop_takes_of_a_tensor_is_numbered_by_place(tmp_path):
+    package = verified(Rows, rows, tmp_path)
+    first, second = (package.files[f"stage_{j}.py"] for j in range(2))
+    assert "scale_0, scale_1, scale_2, scale_3 = self.scales.unbind(0)" in first
+    assert ".sin() * scale_2" in second
+    assert ".sin() * scale_3" in second
