@@ -108,3 +108,17 @@ def verified(kind, make, tmp_path, *, devices="cpu*2", checkpoint="never"):
     assert result.equal, result
     assert [d.group for d in result.differences][-1] == "eval(): outputs"
     return package
+
+
+def compile_analytic(model, x, loss_fn, *, devices, microbatches=4, **options):
+    """`fxpipe.compile` of a model that is trained to give its input, by costs worked out."""
+    return compile(
+        model,
+        (x,),
+        devices=["cpu"] * devices,
+        microbatches=microbatches,
+        profile="analytic:cpu",
+        target=x,
+        loss_fn=loss_fn,
+        **options,
+    )

@@ -4,10 +4,10 @@ import jobs
 import pytest
 import torch
 import toys
+from flat import compile_analytic
 from torch import nn
 from torch.nn import functional
 
-import fxpipe
 from fxpipe import checkpoint
 from fxpipe.passes import order
 from fxpipe.runtime import load
@@ -65,15 +65,7 @@ def test_gradients_go_on_where_a_step_begins_again(four, tmp_path, name, devices
 def test_steps_that_add_up_hold_one_gradient(two, tmp_path):
     layers = (nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8))
     model, x = nn.Sequential(*layers), torch.randn(8, 64)
-    package = fxpipe.compile(
-        model,
-        (x,),
-        devices="cpu*1",
-        microbatches=4,
-        profile="analytic:cpu",
-        target=x,
-        loss_fn=functional.mse_loss,
-    )
+    package = compile_analytic(model, x, functional.mse_loss, devices=1)
     package.write(tmp_path / "out", weights=True)
     job = (jobs.held, tmp_path / "out", x, x, functional.mse_loss, True, 2)
     for predicted, measured in two.run(*job):

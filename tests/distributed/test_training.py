@@ -4,6 +4,7 @@ import jobs
 import pytest
 import torch
 import toys
+from flat import compile_analytic
 from torch import nn
 from torch.nn import functional
 
@@ -140,16 +141,7 @@ def test_a_rank_shows_its_own_step_and_memory(two, tmp_path):
 
 def test_traces_of_all_ranks_are_one_step(two, tmp_path):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(8, 8)
-    package = fxpipe.compile(
-        model,
-        (x,),
-        devices="cpu*2",
-        microbatches=4,
-        profile="analytic:cpu",
-        target=x,
-        loss_fn=functional.mse_loss,
-    )
-    package.write(tmp_path / "out")
+    compile_analytic(model, x, functional.mse_loss, devices=2).write(tmp_path / "out")
     two.run(jobs.traced, tmp_path / "out", x)
     plan = read(tmp_path / "out")
     steps = [[tmp_path / f"out/{k} of {rank}.json" for rank in (0, 1)] for k in (0, 1)]
@@ -170,16 +162,14 @@ def test_traces_of_all_ranks_are_one_step(two, tmp_path):
 def test_ranks_that_ask_ahead_hold_no_more_than_was_planned(two, tmp_path, schedule, rows):
     layers = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8))
     model, x = nn.Sequential(*layers), torch.randn(8, rows, 64)
-    package = fxpipe.compile(
+    package = compile_analytic(
         model,
-        (x,),
-        devices="cpu*2",
+        x,
+        functional.mse_loss,
+        devices=2,
         microbatches=8,
         schedule=schedule,
-        profile="analytic:cpu",
         topology="2:eth10",
-        target=x,
-        loss_fn=functional.mse_loss,
         time_limit_s=1.0,
     )
     assert min(package.manifest.estimate.ahead_bytes) > 0
@@ -193,15 +183,7 @@ def test_steps_that_add_up_hold_one_gradient_of_a_tie(two, tmp_path):
     head.weight = words.weight
     layers = (nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
     model, x = nn.Sequential(words, *layers, head), torch.arange(8)
-    package = fxpipe.compile(
-        model,
-        (x,),
-        devices="cpu*2",
-        microbatches=4,
-        profile="analytic:cpu",
-        target=x,
-        loss_fn=functional.cross_entropy,
-    )
+    package = compile_analytic(model, x, functional.cross_entropy, devices=2)
     package.write(tmp_path / "out", weights=True)
     job = (jobs.held, tmp_path / "out", x, x, functional.cross_entropy, True)
     for predicted, measured in two.run(*job):
