@@ -1,6 +1,6 @@
 """Does what forward gives for a row hang on the other rows? A micro-batch has fewer of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,7 @@ def mixed_rows(check: Check, sizes: Sizes, batched: Sequence[bool], step: int) -
         outputs = [_run(check, part, hook) for part, hook in zip(parts, hooks, strict=True)]
     except Exception:  # as of an op that takes no such part
         return ""
-    mixed = any(_mixed(*each) for each in zip(*outputs, strict=True))
+    mixed = any(_mixed(rows, *each) for each in zip(*outputs, strict=True))
     if not mixed or any(op.random for op in observer.ops.values()):
         return ""
     seen: list[dict[str, Tensor]] = [{}, {}, {}]
@@ -55,7 +55,7 @@ def mixed_rows(check: Check, sizes: Sizes, batched: Sequence[bool], step: int) -
         _run(check, part, partial(_noted, values))
     both = set.intersection(*map(set, seen))
     names = (name for name in seen[0] if name in both)
-    name = next((name for name in names if _mixed(*(values[name] for values in seen))), "")
+    name = next((name for name in names if _mixed(rows, *(values[name] for values in seen))), "")
     source = observer.ops[name].source if name else None
     return f"{source.file}, line {source.line}: {source.text}" if source else "an output of forward"
 
@@ -82,12 +82,33 @@ def _noted(
     return made
 
 
-def _mixed(whole: Tensor, *parts: Tensor) -> bool:
-    """Whether rows are others than in parts, by more than other kernels for other sizes make."""
-    if not differentiable(whole) or not whole.dim() or not whole.numel():
+def _mixed(rows: int, whole: Tensor, *parts: Tensor) -> bool:
+    """Whether `rows` are others than in parts, by more than other kernels for other sizes make.
+
+    They are in the one dimension that parts have less of, each in one piece or in several places.
+    """
+    if not differentiable(whole) or any(part.dim() != whole.dim() for part in parts):
         return False
-    if any(part.shape[1:] != whole.shape[1:] for part in parts):
+    sizes = list(zip(whole.shape, *(part.shape for part in parts), strict=True))
+    changed = [dim for dim, (n, *less) in enumerate(sizes) if any(one != n for one in less)]
+    if len(changed) != 1:
         return False
-    joined = torch.cat(parts)
-    allowed = torch.finfo(whole.dtype).eps ** 0.5 * largest(whole)
-    return joined.shape == whole.shape and distance(joined, whole) > allowed
+    (dim,) = changed
+    n, *less = sizes[dim]
+    if sum(less) != n or n % rows:
+        return False
+    return all(_differs(whole, joined) for joined in _joined(parts, dim, n // rows))
+
+
+def _joined(parts: tuple[Tensor, ...], dim: int, n_places: int) -> Iterator[Tensor]:
+    """The parts one after the other; and in the order of rows that go place by place."""
+    yield torch.cat(parts, dim)
+    if n_places > 1 and all(part.size(dim) % n_places == 0 for part in parts):
+        apart = [torch.unflatten(part, dim, (n_places, -1)) for part in parts]
+        yield torch.cat(apart, dim + 1).flatten(dim, dim + 1)
+
+
+def _differs(whole: Tensor, joined: Tensor) -> bool:
+    """Of what is the same to the last bit, as a mask's -1e9, it does not matter how large it is."""
+    tolerance = torch.finfo(whole.dtype).eps ** 0.5
+    return bool(distance(joined, whole) > tolerance * largest(whole[whole != joined]))
