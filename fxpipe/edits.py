@@ -11,7 +11,7 @@ from fxpipe.errors import PackageError
 from fxpipe.outputs import real, why_no_place
 from fxpipe.runtime.manifest import Manifest
 
-_PLAN = "plan.json"
+PLAN = "plan.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ def sealed(manifest: Manifest, folder: Path) -> Manifest:
     """The manifest with the hash of each file in `folder`, and of itself as plan.json."""
     hashes = {name: _hash_of_file(folder / name) for name in _files(folder)}
     bare = dataclasses.replace(manifest, files=hashes)
-    return dataclasses.replace(manifest, files=hashes | {_PLAN: _hash_of_plan(bare.to_json())})
+    return dataclasses.replace(manifest, files=hashes | {PLAN: _hash_of_plan(bare.to_json())})
 
 
 def edits(folder: str | Path) -> Edits:
@@ -37,9 +37,9 @@ def edits(folder: str | Path) -> Edits:
     """
     folder = Path(folder)
     try:
-        plan = (folder / _PLAN).read_text(encoding="utf-8")
+        plan = (folder / PLAN).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PackageError(f"{folder} is no package of fxpipe: its {_PLAN}: {error}") from error
+        raise PackageError(f"{folder} is no package of fxpipe: its {PLAN}: {error}") from error
     written = _hashes(folder, plan)
     found = set(_files(folder))
     try:
@@ -49,12 +49,12 @@ def edits(folder: str | Path) -> Edits:
             f"{error.filename} can't be read ({error.strerror}), so nobody knows whether it was "
             "edited: put the file there that was written, or remove what is in its place"
         ) from error
-    if _PLAN in written:
-        now[_PLAN] = _hash_of_plan(plan)
+    if PLAN in written:
+        now[PLAN] = _hash_of_plan(plan)
     return Edits(
         edited=tuple(sorted(name for name in now if now[name] != written[name])),
         missing=tuple(sorted(set(written) - found)),
-        added=tuple(sorted(found - {*written, _PLAN})),
+        added=tuple(sorted(found - {*written, PLAN})),
     )
 
 
@@ -67,7 +67,7 @@ def _hashes(folder: Path, plan: str) -> dict[str, str]:
         return dict(files)
     except (ValueError, TypeError, KeyError) as error:
         raise PackageError(
-            f"{folder / _PLAN} does not say which files are fxpipe's: choose another output "
+            f"{folder / PLAN} does not say which files are fxpipe's: choose another output "
             "folder, or move or remove it"
         ) from error
 
@@ -93,7 +93,7 @@ def refuse_loss(path: str | Path) -> None:
         raise PackageError(f"{path} exists and is no folder: choose another output folder")
     if not any(path.iterdir()):
         return
-    if not (path / _PLAN).is_file():
+    if not (path / PLAN).is_file():
         raise PackageError(
             f"{path} exists and is no fxpipe package (it has no plan.json): "
             "choose another output folder, or remove it yourself"
@@ -131,5 +131,5 @@ def _hash_of_file(path: Path) -> str:
 def _hash_of_plan(text: str) -> str:
     """Of what a plan.json says, but for this hash itself."""
     data = json.loads(text)
-    data["files"].pop(_PLAN, None)
+    data["files"].pop(PLAN, None)
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -19,8 +19,8 @@ class TargetError(FxpipeError):
 class InputError(FxpipeError):
     """Inputs that don't fit the model, the batch or the compiled pipeline.
 
-    Fails:   `pipe(x[:2])` with four micro-batches
-    Repaired: a batch of at least four rows, or a package compiled with fewer micro-batches
+    Fails:   `pipe(x)` with 5 features a row, where the model was compiled with 6
+    Repaired: an `x` with 6
     """
 
 

@@ -12,6 +12,7 @@ from torch import OutOfMemoryError, Tensor, nn
 
 from fxpipe.capture.names import all_tensors
 from fxpipe.difference import Difference, compare
+from fxpipe.edits import PLAN, edits
 from fxpipe.errors import InputError, StageError, TargetError
 from fxpipe.ops.interpret import untouched
 from fxpipe.precision import set_precision
@@ -86,11 +87,12 @@ def verify(
         plain = set_precision(target.build(), torch_dtype).to(device)
     case = case_of(target, plain, pipe.manifest, rows, torch_dtype, device)
     start = copy.deepcopy(plain.state_dict())
+    as_planned = PLAN not in edits(package).edited  # else it may have other parameters
 
     @contextmanager
     def fresh(module: nn.Module, training: bool) -> Iterator[None]:
         with untouched(module, dict(all_tensors(module))), _told_of_dtype(dtype):
-            module.load_state_dict(start)
+            module.load_state_dict(start, strict=as_planned or module is plain)
             module.zero_grad()
             module.train(training)
             torch.manual_seed(SEED)

@@ -1,6 +1,7 @@
 """The straight line: small models with one difficulty each come out as what they were."""
 
 import dataclasses
+import json
 import math
 import re
 from functools import cache
@@ -123,6 +124,24 @@ def test_micro_batches_change_places_only_where_no_buffer_is_written(tmp_path):
     with pytest.raises(ScheduleError, match=r"0F0 comes after 0F1, but stage 0 writes .* 'bn\."):
         of(models.Norms)
     assert verify(of(models.Skip).write(tmp_path / "out"), target_of(models.Skip)).equal
+
+
+def test_an_edited_package_of_a_parameter_more_or_less_is_verified_in_the_others(tmp_path):
+    package = compile_flat(models.Chain(), (torch.randn(8, 6),), devices=1, microbatches=4)
+    out = package.write(tmp_path / "out")
+    plan, stage = json.loads((out / "plan.json").read_text()), out / "stage_0.py"
+    more, less = "layers.3.scale", "layers.3.bias"
+    parameter = "self.layers[3].scale = nn.Parameter(self.layers[3].weight[0])"
+    text = stage.read_text().replace("nn.Linear(6, 6)\n", "nn.Linear(6, 6, bias=False)\n")
+    stage.write_text(text.replace("    def forward", f"        {parameter}\n\n    def forward"))
+    for each in plan["state"]:
+        each["name"] = each["name"].replace(less, more)
+    names = plan["stages"][0]["parameters"]
+    names[names.index(less)] = more
+    (out / "plan.json").write_text(json.dumps(plan))
+    outputs, gradients, *_ = verify(out, target_of(models.Chain)).differences
+    assert (outputs.missing, gradients.missing) == ((), (less,))
+    assert outputs.relative > 0
 
 
 def test_what_compares_all_rows_is_of_each_micro_batch_and_said_to_be(tmp_path):
