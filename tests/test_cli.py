@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -66,6 +69,26 @@ def test_a_warning_is_a_line_and_the_package_is_there():
     warning = "warning: forward mixes rows of the batch, at net.py, line 17: return x.mean()"
     assert sum(line.startswith(warning) for line in result.stderr.splitlines()) == 1
     assert Path("out/plan.json").exists()
+
+
+INTERRUPTED = """
+import os, runpy, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy.linalg":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("fxpipe", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_an_interrupt_while_torch_imports_numpy_ends_the_command():
+    args = ["compile", write(), "--devices", "cpu*2", "-o", "out"]
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, *args], capture_output=True)
+    assert ended.returncode == -signal.SIGINT  # which a shell gives as 130
+    assert not Path("out").exists()
 
 
 def test_json_is_one_object_and_all_there_is():

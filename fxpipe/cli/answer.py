@@ -1,7 +1,9 @@
 """How a command answers: its output, its errors and exit codes."""
 
 import contextlib
+import importlib
 import json
+import signal
 import sys
 import traceback
 import warnings
@@ -45,6 +47,7 @@ def answering(as_json: bool) -> Iterator[Answer]:
     What the user's model prints goes to standard error, so that standard output holds the answer.
     """
     answer = Answer(as_json)
+    _import_torch()
     try:
         with contextlib.redirect_stdout(sys.stderr), _warning_in_a_line():
             yield answer
@@ -60,6 +63,15 @@ def answering(as_json: bool) -> Iterator[Answer]:
         traceback.print_exc()
         say("fxpipe failed: this is a bug in fxpipe, not in your model. Please report it.")
         raise typer.Exit(FAILED) from error
+
+
+def _import_torch() -> None:
+    """Ended at once by an interrupt, of which torch would make an import of numpy that failed."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    importlib.import_module("torch")
+    signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
