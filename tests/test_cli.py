@@ -80,6 +80,7 @@ class Interrupt:
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupt())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
 runpy.run_module("fxpipe", run_name="__main__", alter_sys=True)
 """
 
