@@ -640,6 +640,7 @@ def shares_looked_at(folder: Path, out: Path) -> tuple[list[str], list[int]]:
         _, pipe = pair(folder, toys.SKIPS, dp=2, fully_shard=fully_shard)
         with pipe.trace(path):
             pipe.step(*toys.SKIPS.inputs(), loss_fn=toys.mean_loss)
+        pipe.zero_grad()
         with pipe.memory() as memory:
             pipe.step(*toys.SKIPS.inputs(), loss_fn=toys.mean_loss)
         peaks.append(memory.peaks[0].measured_bytes or 0)

