@@ -95,12 +95,11 @@ def test_ranks_need_no_mesh_that_carries_what_is_on_the_cpu(two, tmp_path):
     assert two.run(jobs.carries_shares, tmp_path) == [True] * 2
 
 
-def test_a_rank_shows_what_it_gathers_and_reduces(two, tmp_path):
+def test_a_rank_shows_what_it_gathers_and_reduces(four, tmp_path):
     table = "0F0,0F1,1F0,1F1,2F0,2F1,3F0,3F1,3B0,3B1,2B0,2B1,1B0,1B1,0B0,0B1\n"
     toys.write(tmp_path, toys.SKIPS, 2, devices=(0, 0, 0, 0), table=table)
-    for names, (whole, shares) in two.run(jobs.shares_looked_at, tmp_path, tmp_path):
+    for names, (whole, shares) in four.run(jobs.shares_looked_at, tmp_path, tmp_path):
         gathered = [f"gather {j}" for j in (0, 1, 2, 3, 2, 1, 0)]
         assert [name for name in names if "gather" in name] == gathered
         assert [name for name in names if "reduce" in name] == [f"reduce {j}" for j in (3, 2, 1, 0)]
-        # All stages at once, beside the shares, would be half as much again as without shares.
-        assert 0 < shares < 1.2 * whole
+        assert 0 < shares < whole
