@@ -139,14 +139,16 @@ class Check:
 
         return self._observed(run, training)
 
-    def _captured(self, training: bool, hook: Hook) -> Result:
+    def graph_outputs(
+        self, inputs: Sequence[Tensor], training: bool, hook: Hook = plainly
+    ) -> list[Tensor]:
+        """What the graph gives; its modules are in the mode that they are in."""
         attributes = {**self.state, TRAINING: training, DTYPE: model_dtype(self.flat)}
+        made = run_graph(self.graph, self.modules, attributes, copies(inputs), hook)
+        return [made[place] for place in places(in_mode(self.outputs, training))]
 
-        def run() -> list[Tensor]:
-            made = run_graph(self.graph, self.modules, attributes, copies(self.inputs), hook)
-            return [made[place] for place in places(in_mode(self.outputs, training))]
-
-        return self._observed(run, training)
+    def _captured(self, training: bool, hook: Hook) -> Result:
+        return self._observed(lambda: self.graph_outputs(self.inputs, training, hook), training)
 
     def _observed(self, call: Run, training: bool) -> Result:
         calls = 2 if self.flat.changing else 1
@@ -160,9 +162,10 @@ class Check:
     def _hint(self) -> str:
         if not self.flat.changing:
             return (
-                "\nThat is where torch's tracer takes another way through forward, as behind "
-                "torch.compiler.is_compiling(): torch.compile(model) differs too, then. "
-                "--allow-graph-breaks pipelines the model's largest part that is traced right."
+                "\nIf torch.compile(model, backend='eager') differs too, torch's tracer takes "
+                "another way through forward, as behind torch.compiler.is_compiling(): "
+                "--allow-graph-breaks pipelines the model's largest part that is traced right. "
+                "Else it is a bug in fxpipe: please report it."
             )
         names = ", ".join(f"`{name}`" for name in self.flat.changing[:5])
         return f"\nA forward changes {names}: what a later call must know belongs in a buffer."

@@ -8,23 +8,12 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.capture.check import Check
-from fxpipe.capture.inputs import copies
 from fxpipe.capture.observe import Observer
 from fxpipe.capture.sizes import Sizes
 from fxpipe.difference import distance, largest
-from fxpipe.ops.interpret import (
-    DTYPE,
-    TRAINING,
-    Compute,
-    Hook,
-    model_dtype,
-    plainly,
-    run_graph,
-    untouched,
-)
+from fxpipe.ops.interpret import Compute, Hook, plainly, untouched
 from fxpipe.runtime.backward import differentiable
 from fxpipe.runtime.fit import unmet
-from fxpipe.runtime.leaves import in_mode, places
 
 
 def mixed_rows(check: Check, sizes: Sizes, batched: Sequence[bool], step: int) -> str:
@@ -57,15 +46,13 @@ def mixed_rows(check: Check, sizes: Sizes, batched: Sequence[bool], step: int) -
     names = (name for name in seen[0] if name in both)
     name = next((name for name in names if _mixed(rows, *(values[name] for values in seen))), "")
     source = observer.ops[name].source if name else None
-    return f"{source.file}, line {source.line}: {source.text}" if source else "an output of forward"
+    return str(source or "an output of forward")
 
 
 def _run(check: Check, inputs: Sequence[Tensor], hook: Hook) -> list[Tensor]:
-    attributes = {**check.state, TRAINING: False, DTYPE: model_dtype(check.flat)}
     with untouched(check.flat, check.state), torch.no_grad():
         check.flat.eval()
-        made = run_graph(check.graph, check.modules, attributes, copies(inputs), hook)
-    return [made[place] for place in places(in_mode(check.outputs, training=False))]
+        return check.graph_outputs(inputs, False, hook)
 
 
 def _noted(

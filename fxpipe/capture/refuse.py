@@ -127,4 +127,4 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _at(source: SourceLine | None) -> str:
-    return f" at {source.file}, line {source.line}: {source.text}" if source else ""
+    return f" at {source}" if source else ""

@@ -120,5 +120,4 @@ def source_of(node: fx.Node) -> SourceLine | None:
 
 def where(node: fx.Node) -> str:
     """That line in words; the op's name if it isn't known."""
-    source = source_of(node)
-    return f"{source.file}, line {source.line}: {source.text}" if source else node.name
+    return str(source_of(node) or node.name)

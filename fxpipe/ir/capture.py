@@ -18,6 +18,9 @@ class SourceLine:
     line: int
     text: str
 
+    def __str__(self) -> str:
+        return f"{self.file}, line {self.line}: {self.text}"
+
 
 def own_storage(name: str) -> str:
     """What the memory of the model's own tensor `name` is called: like no op and no input."""

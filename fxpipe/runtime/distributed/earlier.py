@@ -11,7 +11,7 @@ def parted(gradients: Iterable[tuple[Tensor, int]]) -> Iterator[None]:
     """In the block each of the n ranks that have a gradient alike has 1 / n of it, in its memory.
 
     What a step finds is added to that, and the sum over the ranks has all of it: so none holds a
-    second gradient. If the block fails, each has all of what it began with again.
+    second gradient. If the block fails, each has all of it again, with what was added meanwhile.
     """
     held = list(gradients)
     for gradient, n in held:

@@ -58,7 +58,7 @@ class Sums:
     def begun(self) -> Iterator[Self]:
         """In the block gradients are this replica's, until they have been added up.
 
-        If it fails, they are those of earlier steps.
+        If it fails before a backward, they are those of earlier steps.
         """
         with parted([(gradient, self._ranks.dp) for gradient in self._earlier.values()]):
             for parameter in self._apart:
