@@ -101,6 +101,13 @@ def test_json_is_one_object_and_all_there_is():
     assert json.loads(run("inspect", "out", "--json").stdout) == facts
 
 
+def test_json_has_a_place_to_go_to():
+    closed = f"{sys.executable} -m fxpipe inspect out --json >&-"
+    ended = subprocess.run(closed, shell=True, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "standard output is closed" in ended.stderr
+
+
 def test_count_of_devices_says_what_it_came_to():
     result = run("compile", write(), "--devices", 2, "-o", "out")
     assert "devices: 2 " in result.stderr

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fxpipe.errors import FxpipeError, MixedRowsWarning
+from fxpipe.errors import FxpipeError, InputError, MixedRowsWarning
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -49,6 +49,8 @@ def answering(as_json: bool) -> Iterator[Answer]:
     answer = Answer(as_json)
     _import_torch()
     try:
+        if as_json and answer.stdout is None:
+            raise InputError("standard output is closed: give --json a place to write to")
         with contextlib.redirect_stdout(sys.stderr), _warning_in_a_line():
             yield answer
     except FxpipeError as error:

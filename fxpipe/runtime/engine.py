@@ -132,7 +132,8 @@ class Engine(Original):
     def _refuse_step(self) -> None:
         """Raise InputError without gradients, and for hooks of the pipeline, which calls run."""
         if not torch.is_grad_enabled():
-            raise InputError("step computes gradients: call it outside of torch.no_grad()")
+            mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+            raise InputError(f"step computes gradients: call it outside of torch.{mode}()")
         for kind in ("forward_pre", "forward", "backward_pre", "backward"):
             if getattr(self, f"_{kind}_hooks"):
                 raise InputError(

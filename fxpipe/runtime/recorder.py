@@ -126,6 +126,11 @@ class Trace:
 
     def __enter__(self) -> None:
         refuse_another(self._path, *TRACE)
+        # Told before the steps, not after them.
+        if self._path.is_dir():
+            raise InputError(f"{self._path} can't be written: it is a folder: name a file in it")
+        if not self._path.parent.is_dir():
+            raise InputError(f"{self._path} can't be written: no folder {self._path.parent}")
         self._use(self)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -231,8 +231,10 @@ def test_an_exception_in_loss_fn_names_the_micro_batch(tmp_path):
         pipe.step(*CHAIN.inputs(), loss_fn=lambda output, target: 1 / 0)
     with pytest.raises(InputError, match=r"one number .* returned a tensor of shape \[3, 3\]"):
         pipe.step(*CHAIN.inputs(), loss_fn=lambda output, target: output)
-    with pytest.raises(InputError, match="outside of"), torch.no_grad():
-        pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
+    for mode in ("no_grad", "inference_mode"):
+        outside = pytest.raises(InputError, match=rf"outside of torch\.{mode}\(\)")
+        with outside, getattr(torch, mode)():
+            pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
     pipe.step(*CHAIN.inputs(), loss_fn=mean_loss)
 
 

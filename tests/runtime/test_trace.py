@@ -123,6 +123,9 @@ def test_the_last_step_counts_and_one_must_run(tmp_path):
     with pytest.raises(InputError, match="no step ran"), pipe.trace(tmp_path / "none.json"):
         pipe(*SKIPS.inputs())
     assert not (tmp_path / "none.json").exists()
+    for place, why in (("nowhere/none.json", r"no folder .*nowhere"), ("", "it is a folder")):
+        with pytest.raises(InputError, match=why), pipe.trace(tmp_path / place):
+            raise AssertionError("said before any step")
     with pipe.trace(tmp_path / "two.json"):
         for _ in range(2):
             pipe.step(*SKIPS.inputs(), loss_fn=mean_loss)
