@@ -27,25 +27,24 @@ def linearize(capture: Capture, profile: Profile) -> Chain:
             readers.setdefault(used.name, set()).add(k)
     for name in capture.outputs:
         readers.setdefault(name, set()).add(len(blocks))
+    value_bytes = _value_bytes(capture, profile)
     loss = profile.loss
     values: list[Value] = []
     for name, producer in block_of.items():
         consumers = tuple(sorted(readers.get(name, set()) - {producer}))
         if consumers and name in capture.specs:
-            spec = capture.specs[name]
-            n_bytes = spec.bytes({**capture.sizes, "batch": profile.batch})
             view_of = capture.ops[name].storage if name in capture.ops else name
             value = Value(
                 name,
-                n_bytes,
+                value_bytes[name],
                 producer,
                 consumers,
-                spec.requires_grad,
+                capture.specs[name].requires_grad,
                 view_of=None if view_of == name else view_of,
             )
             values += _apart(value, len(blocks)) if loss and name in loss.unused else [value]
     order = [name for block in blocks for name in block]
-    needed, loss_bytes = workspaces(capture, profile.costs, order, profile.batch, loss)
+    needed, loss_bytes = workspaces(capture, profile.costs, order, value_bytes, loss)
     # The caller gives their gradients, which a stage holds as what it is given.
     returned = {v.name: v.bytes for v in values if v.gradient and v.consumers[-1] == len(blocks)}
     *others, last = (
@@ -63,6 +62,13 @@ def linearize(capture: Capture, profile: Profile) -> Chain:
         action_ms=profile.action_ms,
         library_bytes=profile.library_bytes,
     )
+
+
+def _value_bytes(capture: Capture, profile: Profile) -> dict[str, int]:
+    """Of each value of a micro-batch."""
+    sizes = {**capture.sizes, "batch": profile.batch}
+    known = {name: spec.bytes(sizes) for name, spec in capture.specs.items()}
+    return known | dict(profile.unknown_bytes)
 
 
 def _apart(value: Value, caller: int) -> Iterator[Value]:
@@ -123,7 +129,8 @@ def _block(
         parameters=tuple(parameters.items()),
         buffers=tuple(buffers.items()),
         forward_workspace_bytes=most.forward_bytes,
-        backward_workspace_bytes=most.backward_bytes,
+        # A byte at least: that a bare chain's blocks need nothing is how they are known.
+        backward_workspace_bytes=max(1, most.backward_bytes),
         weight_gradient_ms=sum(cost.weight_gradient_ms for cost in costs),
         arriving_bytes=sum(arriving),
         halving_ms=sum(cost.halving_ms for cost in costs),

@@ -67,9 +67,9 @@ def stage_cost(
             arriving_bytes=sum(block.arriving_bytes for block in blocks),
             halving_ms=action_ms + sum(block.halving_ms for block in blocks),
         )
-    forward, backward = _workspaces(blocks, begin, values)
-    if not forward and not backward:
+    if not any(b.forward_workspace_bytes or b.backward_workspace_bytes for b in blocks):
         return cost  # a bare chain's blocks need nothing, and what their stages receive stays
+    forward, backward = _workspaces(blocks, begin, values)
     share = ceil(FRAGMENTATION * (static_bytes + saved_bytes))
     of_inputs = of_weights = backward
     released = 0
@@ -87,7 +87,7 @@ def stage_cost(
     return replace(
         cost,
         forward_workspace_bytes=forward + share,
-        backward_workspace_bytes=backward + share,
+        backward_workspace_bytes=max(1, backward + share),
         input_workspace_bytes=of_inputs + released + share,
         weight_workspace_bytes=of_weights + share,
         loss_bytes=blocks[-1].loss_bytes + share,

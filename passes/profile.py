@@ -22,10 +22,11 @@ from fxpipe.costs.meter import Meter
 from fxpipe.costs.op_backward import backward_ms
 from fxpipe.costs.overhead import action_ms
 from fxpipe.costs.stopwatch import StopWatch
+from fxpipe.costs.unknown import Unknown
 from fxpipe.costs.whole import Whole, whole_ms
 from fxpipe.costs.whole_gpu import whole_on_gpus
 from fxpipe.ir import Capture, Launch, LossCost, OpCost, Profile
-from fxpipe.ops.interpret import DTYPE, TRAINING, run_graph, untouched
+from fxpipe.ops.interpret import DTYPE, TRAINING, Hook, plainly, run_graph, untouched
 from fxpipe.runtime.stream import (
     Device,
     capacities,
@@ -77,15 +78,18 @@ def profile(
             model.train()
             smallest = microbatch(capture, inputs, n_microbatches, -1)
             if [t.shape for t in smallest] != [t.shape for t in largest]:
-                _try(capture, smallest, device)
+                _run(capture, smallest, device)  # a batch norm, for one, may have too few rows
             if criterion is not None:
                 criterion = criterion.moved(lambda tensor: tensor.to(device))
             measure = partial(_on_lanes, apart=apart) if device.type == "cpu" else _on_gpus
             found = measure(capture, given, devices, criterion)
+            unknown = Unknown(capture)
+            for i in range(n_microbatches if unknown.names else 0):
+                _run(capture, microbatch(capture, inputs, n_microbatches, i), device, unknown)
     finally:
         torch.set_num_threads(threads)
     return Profile(
-        costs=found.costs,
+        costs={name: unknown.at_most(cost) for name, cost in found.costs.items()},
         network=measure_network(devices),
         device=str(devices[0]),
         capacity_bytes=min(capacities(devices)),
@@ -95,6 +99,7 @@ def profile(
         loss=found.loss,
         launch=found.launch,
         library_bytes=found.library_bytes,
+        unknown_bytes=unknown.bytes,
     )
 
 
@@ -158,11 +163,13 @@ def _measure(
     return meter.costs, criterion.cost(outputs, clock, device) if criterion else None
 
 
-def _try(capture: Capture, given: Sequence[Tensor], device: torch.device) -> None:
-    """Run the graph on `given`, of which a batch norm, for one, may have too few rows."""
+def _run(
+    capture: Capture, given: Sequence[Tensor], device: torch.device, hook: Hook = plainly
+) -> None:
+    """Run the graph on `given`, with a `hook` around each op."""
     with torch.no_grad():
         own = [tensor.to(device, copy=True) for tensor in given]
-        run_graph(capture.graph, *_moved(capture, device), own)
+        run_graph(capture.graph, *_moved(capture, device), own, hook)
 
 
 def _moved(

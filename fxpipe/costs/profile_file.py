@@ -85,6 +85,8 @@ def _profile(data: dict[str, Any]) -> Profile:
     whole("batch", profile.batch, 1)
     number("action_ms", profile.action_ms)
     whole("library_bytes", profile.library_bytes)
+    for name, size in profile.unknown_bytes.items():
+        whole(f"the bytes of {name}", size)
     return profile
 
 

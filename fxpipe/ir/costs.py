@@ -99,7 +99,8 @@ class Profile:
 
     `capacity_bytes` is what one device holds, of which libraries take `library_bytes` for good.
     `batch` is the micro-batch's rows. An action takes `action_ms` besides its ops. `loss` is what
-    the training loss costs, where it is known, and `launch` what the host does for a GPU.
+    the training loss costs, where it is known, and `launch` what the host does for a GPU. Of values
+    whose shape depends on data, `unknown_bytes` are the most that a micro-batch had.
     """
 
     costs: Mapping[str, OpCost]
@@ -113,6 +114,7 @@ class Profile:
     loss: LossCost | None = None
     launch: Launch | None = None
     library_bytes: int = 0
+    unknown_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def on_processors(self) -> bool:

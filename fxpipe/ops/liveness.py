@@ -35,12 +35,12 @@ def workspaces(
     capture: Capture,
     costs: Mapping[str, OpCost],
     order: Sequence[str],
-    batch: int,
+    value_bytes: Mapping[str, int],
     loss: LossCost | None = None,
 ) -> tuple[dict[str, Needed], int]:
     """For each op, in this order, and for the loss: bytes on top of what ops up to it have saved.
 
-    A result that leaves the model counts for the last op.
+    `value_bytes` are those of each value. A result that leaves the model counts for the last op.
     """
     place = {name: k for k, name in enumerate(order)}
     end = len(order)
@@ -60,10 +60,9 @@ def workspaces(
             spec = capture.specs[name]
             made.setdefault(storage, k)
             # A view that is expanded has no more memory; its gradient is as large as it looks.
-            lengths = {**capture.sizes, "batch": batch}
-            made_bytes = capture.specs.get(storage, spec).bytes(lengths)
-            sizes[storage] = max(made_bytes, sizes.get(storage, 0))
-            gradients[storage] = max(spec.bytes(lengths), gradients.get(storage, 0))
+            n_bytes = value_bytes[name]
+            sizes[storage] = max(value_bytes.get(storage, n_bytes), sizes.get(storage, 0))
+            gradients[storage] = max(n_bytes, gradients.get(storage, 0))
             trained |= {storage} if spec.requires_grad else set()
             users = (place[user.name] for user in nodes[name].users if user.name in place)
             readers.setdefault(storage, []).extend([k, *users])

@@ -47,6 +47,11 @@ class TensorSpec:
         return math.prod(self.sizes(known)) * self.torch_dtype.itemsize
 
     @property
+    def of_data(self) -> bool:
+        """Whether the shape depends on what the tensors hold."""
+        return any(UNKNOWN in str(dim) for dim in self.shape)
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch knows it."""
         dtype = getattr(torch, self.dtype)

@@ -106,6 +106,12 @@ class Passed(nn.Module):
         return b
 
 
+def value_bytes(captured):
+    """Of each value, as in the whole batch."""
+    sizes = captured.sizes | {"batch": captured.batch}
+    return {name: spec.bytes(sizes) for name, spec in captured.specs.items()}
+
+
 def needed(costs=None, model=Skip, places=None):
     """By op, forward and backward, in tensors like the input; in another order, if it is given.
 
@@ -115,7 +121,7 @@ def needed(costs=None, model=Skip, places=None):
     ops = list(captured.ops)
     ops = ops if places is None else [ops[k] for k in places]
     given = {name: OpCost(0.0, 0.0) for name in ops} | (costs or {})
-    found, loss_bytes = workspaces(captured, given, ops, batch=8)
+    found, loss_bytes = workspaces(captured, given, ops, value_bytes(captured))
     *both, (forward, backward) = (found[name][:2] for name in ops)
     both.append((max(forward, loss_bytes), backward))
     return [(forward // SIZE, backward // SIZE) for forward, backward in both]
@@ -173,7 +179,7 @@ def test_an_expanded_view_has_no_more_memory_and_its_gradient_has():
 def test_the_gradient_of_what_is_written_in_place_is_that_of_what_is_read():
     captured = capture(InPlace(), (torch.randn(8, 4, requires_grad=True),), {})
     costs = {name: OpCost(0.0, 0.0) for name in captured.ops}
-    found, _ = workspaces(captured, costs, [*captured.ops], batch=8)
+    found, _ = workspaces(captured, costs, [*captured.ops], value_bytes(captured))
     assert [found[name].returning for name in "abc"] == [{"b"}, {"b"}, {"c"}]
 
 
@@ -200,7 +206,8 @@ def test_what_a_loss_leaves_unused_is_there_beside_what_it_takes_and_has_no_grad
     costs = {name: OpCost(0.0, 0.0) for name in captured.ops}
 
     def loss_bytes(*unused):
-        return workspaces(captured, costs, [*captured.ops], 8, LossCost(0.0, 5 * SIZE, unused))[1]
+        loss = LossCost(0.0, 5 * SIZE, unused)
+        return workspaces(captured, costs, [*captured.ops], value_bytes(captured), loss)[1]
 
     assert loss_bytes() == 4 * SIZE  # of its five, the gradient's has room of its own
     assert loss_bytes(output) == 6 * SIZE

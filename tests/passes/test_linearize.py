@@ -11,6 +11,7 @@ from fxpipe.capture import capture
 from fxpipe.ir import LossCost, OpCost
 from fxpipe.ops.interpret import HUNK
 from fxpipe.passes.linearize import linearize
+from fxpipe.passes.partition_stages import stage_costs
 
 
 def chain_of(model, *args):
@@ -133,6 +134,13 @@ def test_the_loss_is_part_of_the_last_backward_alone():
     last = {block.forward_workspace_bytes for block in (found.blocks[-1], without.blocks[-1])}
     assert len(last) == 1
     assert found.blocks[:-1] == without.blocks[:-1]
+
+
+def test_a_last_stage_that_only_views_what_it_receives_has_the_loss_there():
+    chain = chain_of(nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (2, 3))), torch.randn(8, 4))
+    (_, last), _ = stage_costs(chain, (1,))
+    assert last.loss_bytes >= chain.blocks[-1].loss_bytes > 0
+    assert last.backward_workspace_bytes > 0  # no stage of a bare chain, which need nothing
 
 
 def test_an_output_that_the_loss_leaves_unused_goes_to_the_caller_and_no_gradient_comes_back():

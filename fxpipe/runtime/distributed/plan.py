@@ -12,7 +12,7 @@ from fxpipe.runtime.distributed.messages import Message, Row, Send, first_of
 from fxpipe.runtime.distributed.posting import with_posts
 from fxpipe.runtime.distributed.reductions import reduction_order, with_reductions
 from fxpipe.runtime.distributed.routes import rank_rows
-from fxpipe.runtime.manifest import UNKNOWN, Manifest, TensorSpec
+from fxpipe.runtime.manifest import Manifest, TensorSpec
 from fxpipe.runtime.portal import CALLER, Wire, Wires
 from fxpipe.runtime.room import held_during
 from fxpipe.runtime.stage import Stage
@@ -108,7 +108,7 @@ class RankPlan:
         """The shape of a value or gradient, None if it depends on data."""
         assert message.wire is not None
         spec = self._specs[message.wire]
-        if any(UNKNOWN in str(dim) for dim in spec.shape):
+        if spec.of_data:
             return None
         return _sizes(spec, (*given.sizes, ("batch", given.rows[message.microbatch])))
 

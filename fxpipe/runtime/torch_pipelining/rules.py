@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from fxpipe.runtime.distributed.shared_weights import first_names, holders
-from fxpipe.runtime.manifest import UNKNOWN, Manifest, TensorSpec
+from fxpipe.runtime.manifest import Manifest, TensorSpec
 from fxpipe.runtime.portal import Wire
 from fxpipe.schedule import Schedule
 
@@ -27,7 +27,7 @@ def broken_rules(
         )
     yield from _ties(manifest)
     for wire, spec in values.items():
-        if any(UNKNOWN in str(dim) for dim in spec.shape):
+        if spec.of_data:
             yield f"the shape of {_sent(wire, spec)} depends on data, theirs are fixed: {_OURS}"
     yield from _of_old_torch(manifest, table, values, torch)
 
