@@ -87,7 +87,8 @@ def taken_loss(loss_fn: LossFn, output: Any, target: Any, i: int) -> Tensor:
         raise StageError(
             f"loss_fn failed on micro-batch {i}: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+    one = isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex()
+    if not one or not loss.requires_grad:
         raise InputError(
             "loss_fn must return one number with a gradient, the mean over the micro-batch's "
             f"rows; on micro-batch {i} it returned {_described(loss)}{_frozen(output)}"
@@ -113,7 +114,10 @@ def _frozen(output: Any) -> str:
 
 
 def _described(loss: object) -> str:
-    if not isinstance(loss, Tensor):
+    if loss is None or isinstance(loss, float | int):
         return repr(loss)
+    if not isinstance(loss, Tensor):  # of a tuple, such as (loss, logits), the numbers fill pages
+        return f"a {type(loss).__name__}"
+    dtype = f" {loss.dtype}" if loss.is_complex() else ""
     without = "" if loss.requires_grad else " without a gradient"
-    return f"a tensor of shape {list(loss.shape)}{without}"
+    return f"a tensor of shape {list(loss.shape)}{dtype}{without}"

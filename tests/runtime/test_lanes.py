@@ -231,6 +231,13 @@ def test_an_exception_in_loss_fn_names_the_micro_batch(tmp_path):
         pipe.step(*CHAIN.inputs(), loss_fn=lambda output, target: 1 / 0)
     with pytest.raises(InputError, match=r"one number .* returned a tensor of shape \[3, 3\]"):
         pipe.step(*CHAIN.inputs(), loss_fn=lambda output, target: output)
+    for wrong, told in (
+        (lambda output, target: (output.mean(), output), "a tuple$"),
+        (lambda output, target: output.mean() * 1j, r"a tensor of shape \[\] torch.complex128$"),
+        (lambda output, target: 1.5, "1.5$"),
+    ):
+        with pytest.raises(InputError, match=f"on micro-batch 0 it returned {told}"):
+            pipe.step(*CHAIN.inputs(), loss_fn=wrong)
     for mode in ("no_grad", "inference_mode"):
         outside = pytest.raises(InputError, match=rf"outside of torch\.{mode}\(\)")
         with outside, getattr(torch, mode)():

@@ -84,7 +84,9 @@ def _receive(store: Store, name: str, size: int, timeout: timedelta) -> None:
     until = time.monotonic() + timeout.total_seconds()
     while missing := [rank for rank in missing if not store.check([f"{name}/knows/{rank}"])]:
         if time.monotonic() > until:
-            raise dist.DistStoreError(f"ranks {', '.join(map(str, missing))} have not come")
+            late = ", ".join(map(str, missing))
+            told = f"ranks {late} have" if len(missing) > 1 else f"rank {late} has"
+            raise dist.DistStoreError(f"{told} not come")
         for rank in missing:
             if store.check([f"asks/{rank}"]):
                 store.set(f"answer/{store.get(f'asks/{rank}').decode()}", name)

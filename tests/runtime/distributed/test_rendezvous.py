@@ -35,7 +35,7 @@ def test_one_that_ended_before_the_others_came_does_not_disturb_the_next_start()
         start(store, 0.1, [0])
     with pytest.raises(dist.DistError):
         start(store, 0.1, [1, 2])
-    with pytest.raises(dist.DistError, match="ranks 2 have not come"):
+    with pytest.raises(dist.DistError, match="rank 2 has not come"):
         start(store, 1.0, [0, 1])
     first, *others = start(store)
     first.set("address", "here")
