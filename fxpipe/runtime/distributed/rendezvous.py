@@ -25,7 +25,8 @@ _LOOK_S = 0.02
 def meet(timeout_s: float) -> None:
     """Set `torch.distributed` up as torchrun's environment says, if nobody has.
 
-    Raises InputError if there is no such environment, StageError if others don't come in time.
+    Raises InputError if there is no such environment or its port is taken, StageError if others
+    don't come in time.
     """
     if not dist.is_available():
         raise InputError("this torch was built without torch.distributed")
@@ -39,6 +40,11 @@ def meet(timeout_s: float) -> None:
     try:
         _join(timedelta(seconds=timeout_s))
     except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise InputError(
+                f"rank {os.environ['RANK']}: port {os.environ['MASTER_PORT']} is taken, as by "
+                "another program: set MASTER_PORT to another on all ranks"
+            ) from error
         raise StageError(
             f"rank {os.environ['RANK']}: the {os.environ.get('WORLD_SIZE')} processes did not meet "
             f"within {timeout_s:g} s: {str(error).partition(chr(10))[0]}"

@@ -1,12 +1,14 @@
 """Processes that start again in a store find each other, and nothing that others have left."""
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from fxpipe.runtime.distributed.rendezvous import apart
+from fxpipe.errors import InputError
+from fxpipe.runtime.distributed.rendezvous import apart, meet
 
 SIZE = 3
 
@@ -40,3 +42,15 @@ def test_one_that_ended_before_the_others_came_does_not_disturb_the_next_start()
     first, *others = start(store)
     first.set("address", "here")
     assert [other.get("address") for other in others] == [b"here"] * 2
+
+
+def test_a_port_that_is_taken_is_told_as_that(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        started = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        for name, value in started.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(InputError, match=f"rank 0: port {port} is taken"):
+            meet(20.0)
