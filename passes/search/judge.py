@@ -59,6 +59,11 @@ class SearchProblem:
     table: Schedule | None = None
     whole: Schedule | None = None
 
+    @property
+    def least_stages(self) -> int:
+        """As many stages as each plan has at least."""
+        return self.n_devices * min(self.loops) if self.table is None else self.table.n_stages
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

@@ -145,12 +145,11 @@ def usual_workers() -> int:
 
 
 def _check(problem: SearchProblem) -> None:
-    least = problem.n_devices if problem.table is None else problem.table.n_stages
     n_atoms = len(problem.edges) - 1
     if problem.n_microbatches < 1:
         raise PlanError(f"{problem.n_microbatches} micro-batches: a step needs at least 1")
-    if least > n_atoms:
-        raise PlanError(too_few_blocks(least, n_atoms))
+    if problem.least_stages > n_atoms:
+        raise PlanError(too_few_blocks(problem.least_stages, n_atoms))
 
 
 def _plan(
@@ -246,7 +245,7 @@ def _remedies(problem: SearchProblem, schedule_name: str) -> Iterator[str]:
     p, smallest = problem.n_devices, min(problem.capacity_bytes)
     for n_devices in (p + p // 2 + p % 2, 2 * p, 4 * p):
         more = replace(again, n_devices=n_devices, capacity_bytes=(smallest,) * n_devices)
-        if problem.table is None and n_devices < len(problem.edges) and fits(more):
+        if problem.table is None and more.least_stages < len(problem.edges) and fits(more):
             capacity = smallest + problem.chain.library_bytes
             yield f"{n_devices} devices of {size_text(capacity)}, with `--checkpoint auto`"
             return

@@ -72,3 +72,17 @@ def test_a_schedule_is_no_slower_than_in_a_mode_that_computes_whole_stages_again
         except PlanError:
             continue
     assert searched(short, time_limit_s=0.0, name=name).estimate.step_ms <= shortest_ms
+
+
+def test_each_device_has_a_stage_of_each_loop_or_blocks_are_too_few() -> None:
+    blocks = [block(f"b{k}", parameters=KIB) for k in range(5)]
+    asked = replace(problem(plain(blocks, KIB), 2, 2), loops=(3,))
+    with pytest.raises(PlanError, match="6 stages, but the model has only 5 blocks"):
+        searched(asked, time_limit_s=0.0)
+
+
+def test_devices_that_would_hold_it_are_told_only_where_blocks_suffice_for_them() -> None:
+    blocks = [block(f"b{k}", parameters=KIB) for k in range(6)]
+    asked = replace(problem(plain(blocks, KIB), 2, 2, KIB), loops=(2,))
+    with pytest.raises(PlanError, match="What would make it fit: devices with more memory"):
+        searched(asked, time_limit_s=0.0)
