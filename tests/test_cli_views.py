@@ -40,6 +40,26 @@ def test_timeline_draws_what_the_suffix_says(suffix, options):
     assert written.startswith(beginning)
 
 
+@pytest.mark.parametrize("options", [(), ("--trace", "step.json")])
+@pytest.mark.parametrize("name", ["schedule.csv", "stage_1.py"])
+def test_what_is_shown_of_an_edited_package_says_that_it_was_compiled_before(
+    tmp_path, name, options
+):
+    out = tmp_path / "out"
+    shutil.copytree("out", out)
+    (out / name).write_text((out / name).read_text() + "\n")
+    (out / "notes.md").touch()
+    seen, page = tmp_path / "seen.svg", tmp_path / "report.html"
+    result = run("timeline", out, "-o", seen, *options)
+    assert result.stderr.splitlines() == [
+        f"wrote {seen}",
+        f"files: edited {name}; what is predicted is the step that was compiled",
+    ]
+    run("report", out, "-o", page, *options)
+    for file in (seen, page):
+        assert "predicted as compiled, before edits: " in file.read_text()
+
+
 def test_perfetto_gets_both_steps():
     run("timeline", "out", "-o", "seen.json", "--trace", "step.json")
     assert json.loads(Path("seen.json").read_text()) == json.loads(Path("step.json").read_text())

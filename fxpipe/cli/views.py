@@ -28,26 +28,31 @@ def timeline_command(
 ) -> None:
     """Draw the predicted step of a package, and a measured one under it."""
     with answering(as_json=False):
+        from fxpipe.edits import Edits, edits
         from fxpipe.outputs import whole_file
         from fxpipe.runtime.package import read
         from fxpipe.runtime.read_json import refuse_another
         from fxpipe.runtime.trace import TRACE, write
         from fxpipe.show import measured
+        from fxpipe.show.table import edits_text
         from fxpipe.show.timeline import draw
 
         if picture.suffix not in (".svg", ".png", ".json"):
             raise InputError(f"{picture} must end in .svg, .png or .json, which is what is written")
         if picture.suffix == ".json":
             refuse_another(picture, *TRACE)
-        manifest = read(out)
-        views = measured.views(manifest, trace)
+        manifest, found = read(out), edits(out)
+        views = measured.views(manifest, found, trace)
         with whole_file(picture) as file:
             if picture.suffix == ".json":
-                ran = [event for found in views[1:] for event in found.events]
+                ran = [event for view in views[1:] for event in view.events]
                 write(file, dict(enumerate(manifest.devices)), manifest.estimate, ran)
             else:
                 draw(views, file)
         say(f"wrote {picture}")
+        # Files that are gone or new change nothing of what is drawn.
+        if changed := edits_text(Edits(edited=found.edited)):
+            say(f"{changed}; what is predicted is the step that was compiled")
 
 
 def bench_command(
@@ -92,8 +97,8 @@ def report_command(
 
         if page.suffix != ".html":
             raise InputError(f"{page} must end in .html, which is what is written")
-        manifest = read(out)
-        views = measured.views(manifest, trace)
+        manifest, found = read(out), edits(out)
+        views = measured.views(manifest, found, trace)
         with whole_file(page) as file:
-            file.write_text(pages.page(manifest, edits(out), views), encoding="utf-8")
+            file.write_text(pages.page(manifest, found, views), encoding="utf-8")
         say(f"wrote {page}")

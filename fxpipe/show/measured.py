@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fxpipe.edits import Edits
 from fxpipe.errors import InputError
 from fxpipe.runtime import trace
 from fxpipe.runtime.manifest import Manifest
@@ -24,9 +25,11 @@ class _Traced:
         return {event.lane for event in self.events}
 
 
-def views(manifest: Manifest, paths: Sequence[Path] | None) -> tuple[View, ...]:
+def views(manifest: Manifest, edits: Edits, paths: Sequence[Path] | None) -> tuple[View, ...]:
     """The predicted step and, if there are traces of one, that as measured. Raises InputError."""
     foreseen = predicted(manifest)
+    if edits.edited:
+        foreseen = replace(foreseen, title=f"{foreseen.title} as compiled, before edits")
     return (foreseen, measured(manifest, paths)) if paths else (foreseen,)
 
 
