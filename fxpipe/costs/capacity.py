@@ -1,5 +1,6 @@
 """What each device may hold, as the user says it: `22GiB`, or `22GiB,40GiB` device by device."""
 
+from fxpipe.costs.numbers import UNLIMITED
 from fxpipe.errors import InputError
 from fxpipe.runtime.amount import bytes_of
 
@@ -22,4 +23,9 @@ def _bytes(item: str) -> int:
     n_bytes = bytes_of(item)
     if n_bytes < 1:
         raise InputError(f"a device with {item.strip()} of memory holds nothing: give it more")
+    if n_bytes > UNLIMITED:
+        raise InputError(
+            f"a device with {item.strip():.40} of memory has more than plans count: give it "
+            f"{UNLIMITED // 2**40}TiB at most"
+        )
     return n_bytes

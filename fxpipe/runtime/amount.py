@@ -1,6 +1,7 @@
 """Amounts of memory as people write them: 22GiB is 22 * 1024**3 bytes, 22GB is 22 * 1000**3."""
 
 import re
+from decimal import Decimal
 
 from fxpipe.errors import InputError
 
@@ -17,4 +18,4 @@ def bytes_of(text: str) -> int:
     match = _AMOUNT.fullmatch(text)
     if match is None or match[2].lower() not in _UNITS:
         raise InputError(f"{text.strip()!r} is no amount of memory: write 22GiB, 22GB or 512MiB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return int(Decimal(match[1]) * _UNITS[match[2].lower()])
