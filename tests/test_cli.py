@@ -388,6 +388,20 @@ def test_of_files_that_do_not_fit_the_edited_ones_are_named_with_the_way_out(pac
         assert refused(*command).rstrip().endswith(ends)
 
 
+def test_stages_are_moved_by_compiling_with_a_table_that_has_them_elsewhere(package):
+    shutil.copytree(package, "edited")
+    table = Path("edited/schedule.csv")
+    table.write_text("\n".join(reversed(table.read_text().splitlines())))
+    way_out = refused("inspect", "edited").splitlines()[-2]
+    assert way_out == (
+        "mend schedule.csv, move stages by compiling with such a table into another folder "
+        "(--schedule FILE.csv), or compile again"
+    )
+    compiled_into("moved", "--schedule", table, "--profile", "analytic:cpu")
+    plan = json.loads(Path("moved/plan.json").read_text())
+    assert [stage["device"] for stage in plan["stages"]] == [1, 0]
+
+
 @pytest.mark.parametrize("device", [None, 7])
 def test_edited_plan_that_does_not_fit_itself(package, device):
     shutil.copytree(package, "edited")

@@ -65,10 +65,13 @@ def read_files(
 
 
 def _ways_out(broken: Sequence[str]) -> Iterator[str]:
-    others = [rule for rule in broken if not rule.startswith("schedule.csv: ")]
+    of_table = [rule for rule in broken if rule.startswith("schedule.csv: ")]
+    others = [rule for rule in broken if rule not in of_table]
     missing = [rule for rule in others if rule.endswith(" is missing")]
-    if len(broken) > len(others):
+    if of_table:
         yield "mend schedule.csv"
+    if any(", its stage on " in rule for rule in of_table):
+        yield "move stages by compiling with such a table into another folder (--schedule FILE.csv)"
     if missing:
         yield "put back what is missing"
     if len(others) > len(missing):
