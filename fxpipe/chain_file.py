@@ -5,9 +5,10 @@
      "skips": [{"from": 0, "to": 5, "bytes": 8}], "capacity_bytes": 1000,
      "optimizer_bytes_per_parameter_byte": 3, "latency_ms": 0.01, "bandwidth_gb_s": 300}
 
-Skips, the capacity (then there is no limit) and the optimizer may be left out. Block k hands
-`output_bytes` to block k + 1; a skip goes from the end of one block to a later one. A stage holds
-its parameters, and `optimizer_...` times as many bytes of gradients and optimizer states.
+Skips, the capacity (then there is no limit) and the optimizer may be left out. Bytes are whole
+numbers. Block k hands `output_bytes` to block k + 1; a skip goes from the end of one block to a
+later one. A stage holds its parameters, and `optimizer_...` times as many bytes of gradients and
+optimizer states.
 """
 
 import json
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxpipe.costs.numbers import MOST_BYTES, MOST_MS, UNLIMITED, number
+from fxpipe.costs.numbers import MOST_BYTES, UNLIMITED, number
 from fxpipe.errors import InputError
 from fxpipe.ir import Block, Chain, Link, Network, Value
 
@@ -67,8 +68,8 @@ def _chain_file(data: Any) -> ChainFile:
     for k, block in enumerate(blocks):
         _check_fields(f"block {k}", block, _BLOCK)
         for name in _BLOCK:
-            most = MOST_MS if name.endswith("_ms") else MOST_BYTES
-            number(f"{name} of block {k}", block[name], most=most)
+            check = number if name.endswith("_ms") else _bytes
+            check(f"{name} of block {k}", block[name])
     end = len(blocks) - 1
     # That what is given to the model wants a gradient makes block 0 compute one, as the costs say.
     values = [Value("input", 0, -1, (0,), gradient=True)]
@@ -82,21 +83,28 @@ def _chain_file(data: Any) -> ChainFile:
                 f"skip {k} goes from block {source} to block {target}: it goes to a later one of "
                 f"the blocks 0 to {end}"
             )
-        size = int(number(f"bytes of skip {k}", skip["bytes"], most=MOST_BYTES))
+        size = _bytes(f"bytes of skip {k}", skip["bytes"])
         values.append(Value(f"skip {k}", size, source, (target,), gradient=True))
     bandwidth = number("bandwidth_gb_s", data["bandwidth_gb_s"], *_BANDWIDTH)
     latency_ms = number("latency_ms", data["latency_ms"])
-    capacity = number("capacity_bytes", data.get("capacity_bytes", UNLIMITED), 1, UNLIMITED)
+    capacity = _bytes("capacity_bytes", data.get("capacity_bytes", UNLIMITED), 1, UNLIMITED)
     return ChainFile(
         chain=Chain(
             tuple(_block(k, block) for k, block in enumerate(blocks)),
             tuple(values),
             (True,) * len(blocks),
         ),
-        capacity_bytes=int(capacity),
+        capacity_bytes=capacity,
         training_factor=number(_FACTOR, data.get(_FACTOR, 0), most=_MOST_FACTOR),
         network=Network(Link(latency_ms, bandwidth * _BYTES_PER_MS)),
     )
+
+
+def _bytes(what: str, value: Any, least: int = 0, most: int = MOST_BYTES) -> int:
+    """So many, which JSON may also write as 1e6."""
+    if not number(what, value, least, most).is_integer():
+        raise InputError(f"{what} is a whole number, not {value!r:.40}")
+    return int(value)
 
 
 def _block(k: int, block: dict[str, Any]) -> Block:

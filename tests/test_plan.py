@@ -73,6 +73,14 @@ def test_skips_capacity_and_optimizer_may_be_left_out(tmp_path: Path) -> None:
     assert file.capacity_bytes > 10**18
 
 
+def test_bytes_are_whole_however_they_are_written(tmp_path: Path) -> None:
+    blocks = [BLOCK | {"saved_bytes": 1e6}] * 6
+    file = load_chain(written(tmp_path, blocks=blocks, capacity_bytes=1e9))
+
+    assert file.chain.blocks[0].saved[0][1] == 1_000_000
+    assert file.capacity_bytes == 1_000_000_000
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -83,6 +91,12 @@ def test_skips_capacity_and_optimizer_may_be_left_out(tmp_path: Path) -> None:
         ({"blocks": [BLOCK | {"saved_bytes": 10**30}]}, "saved_bytes of block 0 is a number"),
         ({"blocks": [BLOCK | {"parameter_bytes": 2**63}]}, "parameter_bytes of block 0 is a"),
         ({"blocks": [BLOCK | {"saved_bytes": math.nan}]}, "saved_bytes of block 0 is a number"),
+        (
+            {"blocks": [BLOCK | {"saved_bytes": 1.5}]},
+            "saved_bytes of block 0 is a whole number, not",
+        ),
+        ({"skips": [{"from": 0, "to": 5, "bytes": 0.5}]}, "bytes of skip 0 is a whole number"),
+        ({"capacity_bytes": 9.5}, "capacity_bytes is a whole number, not 9.5"),
         ({"blocks": [{"forward_ms": 1}]}, "block 0 lacks input_gradient_ms, weight_gradient_ms"),
         ({"blocks": [BLOCK | {"cost": 1}]}, "block 0 has cost, which mean nothing here"),
         ({"skips": [{"from": 3, "to": 3, "bytes": 1}]}, "skip 0 goes from block 3 to block 3"),
