@@ -7,7 +7,8 @@ the name anew, or a backward keeps the value anyway. Two cases are others:
   they are but views of goes with them.
 - A module's forward has returned, but its lines are not a method of their own, as where a cut
   divides it: its variables would live on with those of the class around it, or until another
-  module's lines bind them anew.
+  module's lines bind them anew. So would those for which a stage has two names, where the user's
+  code binds one anew.
 """
 
 from collections import defaultdict
@@ -20,7 +21,7 @@ from fxpipe.codegen.scope import Scope
 from fxpipe.ir import Capture, Profile
 from fxpipe.ops.interpret import MODE
 from fxpipe.ops.source import calls_around
-from fxpipe.ops.variables import GIVEN_UP, JOINS, frames
+from fxpipe.ops.variables import GIVEN_UP, JOINS, bound_until, frames
 
 # What is smaller than this part of the largest value is left, for fewer lines.
 _LEAST = 0.01
@@ -74,8 +75,9 @@ def _around(value: fx.Node) -> set[str]:
 def _over(
     place: Mapping[fx.Node, int], calls: Sequence[str], ends: Mapping[str, int]
 ) -> dict[str, int]:
-    """By storage: where it is read last, or the forward ends that has a variable for it."""
+    """By storage: where it is read last, or its variable in the user's code holds it no more."""
     over: dict[str, int] = {}
+    bound = bound_until([*place], calls, ends)
     joined: set[fx.Node] = set()  # the last reader joins it, or what is but a view of it
     for value, k in reversed(list(place.items())):
         readers = [user for user in value.users if user in place]
@@ -87,7 +89,7 @@ def _over(
             if place[user] == last
         ):
             joined.add(value)
-        until = last if value in joined else max(last, ends[calls[k]])
+        until = last if value in joined else max(last, bound.get(value.name, ends[calls[k]]))
         if storage is not None:
             over[storage] = max(until, over.get(storage, until))
     return over

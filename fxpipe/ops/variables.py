@@ -38,23 +38,38 @@ def held_until(capture: Capture, order: Sequence[str]) -> dict[str, int]:
     nodes = {node.name: node for node in capture.graph.nodes}
     place = {name: k for k, name in enumerate(order)}
     calls, ends = frames([nodes[name] for name in order])
-    assigned: dict[tuple[str, str], list[int]] = defaultdict(list)
-    kept = {name for name in order if _has_variable(nodes[name], place)}
-    for name, frame in zip(order, calls, strict=True):
-        if name in kept:
-            assigned[frame, base(name)].append(place[name])
+    until = bound_until([nodes[name] for name in order], calls, ends)
     held: dict[str, int] = {}
     for name in order:
         readers = [user for user in nodes[name].users if user.name in place]
         last = max((place[user.name] for user in readers), default=place[name])
         if any(user.target in JOINS and place[user.name] == last for user in readers):
             held[name] = _read_until(nodes, order, calls, last)
-        elif name in kept:
-            frame = calls[place[name]]
-            places = assigned[frame, base(name)]
-            anew = bisect_left(places, max(last, place[name] + 1))
-            held[name] = places[anew] if anew < len(places) else ends[frame]
+        elif name in until:
+            held[name] = until[name]
     return held
+
+
+def bound_until(
+    nodes: Sequence[fx.Node], calls: Sequence[str], ends: Mapping[str, int]
+) -> dict[str, int]:
+    """By value that has a variable: its last place, or where the user's code binds that anew.
+
+    If not before the call ends whose line it is; `calls` and `ends` are those of `frames`.
+    """
+    place = {node.name: k for k, node in enumerate(nodes)}
+    kept = [node for node in nodes if _has_variable(node, place)]
+    assigned: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for node in kept:
+        assigned[calls[place[node.name]], base(node.name)].append(place[node.name])
+    until: dict[str, int] = {}
+    for node in kept:
+        k = place[node.name]
+        last = max((place[user.name] for user in node.users if user.name in place), default=k)
+        places = assigned[calls[k], base(node.name)]
+        anew = bisect_left(places, max(last, k + 1))
+        until[node.name] = places[anew] if anew < len(places) else ends[calls[k]]
+    return until
 
 
 def _has_variable(node: fx.Node, place: Mapping[str, int]) -> bool:

@@ -162,6 +162,28 @@ def test_a_variable_is_deleted_that_the_lines_of_another_module_bind_anew(tmp_pa
     assert deleted(Both(sum_of_two, torch.sin, anew), tmp_path) == ["half", "half"]
 
 
+def turned(half):
+    half = half.flip(1)
+    return half
+
+
+def turned_and_whole(x):
+    """The call's variable is another one, and goes as `half` is bound anew at the latest."""
+    half = x * 0.5
+    x = turned(half).flip(1)
+    x = x + half
+    half = x * 2
+    x = half + 1
+    x = x + half
+    return x.sin()
+
+
+def test_of_two_names_for_a_variable_of_the_users_one_is_deleted(tmp_path):
+    assert deleted(Calls(turned_and_whole, longer), tmp_path) == ["half_2", "half"]
+    text = (tmp_path / "out" / "stage_0.py").read_text()
+    assert text.index("half = x * 2") < text.index("del half_2") < text.index("x = half + 1")
+
+
 def grown(x):
     features = [x]
     for _ in range(3):
