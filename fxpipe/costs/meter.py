@@ -288,6 +288,10 @@ def _signature(node: fx.Node, capture: Capture, values: Any) -> str:
             return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.requires_grad}"
         return repr(value)
 
-    module = repr(capture.modules[str(node.target)]) if node.op == "call_module" else node.target
+    function: Any = node.target
+    if node.op == "call_module":
+        # A module's text tells neither which of its parameters are trained, nor its mode.
+        module = capture.modules[str(node.target)]
+        function = module, module.training, [kind(parameter) for parameter in module.parameters()]
     trained = [requires_grad for _, requires_grad in _given(node)]
-    return f"{module} {tree_map(kind, values)} {trained} {capture.ops[node.name].mutates != ()}"
+    return f"{function} {tree_map(kind, values)} {trained} {capture.ops[node.name].mutates != ()}"

@@ -176,6 +176,15 @@ def test_an_op_of_many_layers_lets_go_of_what_the_last_ones_saved():
     assert not any(cost.freed_bytes for cost in found.costs.values())
 
 
+def test_a_frozen_module_and_a_trained_one_of_the_same_text_cost_their_own():
+    frozen, trained = torch.nn.Linear(16, 16).requires_grad_(False), torch.nn.Linear(16, 16)
+    model = torch.nn.Sequential(frozen, torch.nn.Tanh(), trained, torch.nn.Tanh(), frozen)
+    first, _, second, _, last = measured(model, torch.randn(8, 16))[1].costs.values()
+    row_bytes = 4 * 16 * 4
+    assert [sum(dict(cost.saved).values()) for cost in (first, second, last)] == [0, row_bytes, 0]
+    assert first.backward_ms == first.weight_gradient_ms == last.weight_gradient_ms == 0
+
+
 def test_a_weight_whose_shape_alone_is_read_gets_no_gradient():
     class Standardized(torch.nn.Module):
         def __init__(self):
