@@ -37,8 +37,8 @@ def analytic(
 
     `device` is text such as `analytic:h100`. Of a loss that looks at numbers nothing is known.
     Raises DeviceError if there is no device of that name, InputError if there are more
-    micro-batches than rows, if the model does not take so few, if shapes depend on numbers, or if
-    torch can't tell an op's; as a step does, if the criterion is none.
+    micro-batches than rows, if the model does not take so few, if an op looks at numbers, or
+    if torch can't tell its shapes; as a step does, if the criterion is none.
     """
     described = device_named(device)
     cpu, clock = torch.device("cpu"), Roofline(described)
@@ -69,8 +69,8 @@ def analytic(
         except (RuntimeError, ValueError, IndexError) as error:
             if wants_numbers(error):
                 raise InputError(
-                    f"{capture.model_name} has an op whose result's shape depends on numbers "
-                    f"({error.func}), which {device} does not compute: {_MEASURE}"
+                    f"an op of {capture.model_name} looks at numbers ({error.func}), which "
+                    f"{device} does not compute, {_place(capture, *at)}: {_MEASURE}"
                 ) from error
             try:
                 run(microbatch(capture, inputs, 1, 0))
