@@ -7,6 +7,7 @@ import pytest
 import torch
 from flat import compile_flat, verified
 from torch import nn
+from torch.compiler import is_exporting
 from torch.distributions import Distribution, Normal, kl_divergence
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint_sequential
@@ -772,6 +773,33 @@ def test_what_tracing_raises_is_told():
 
     with pytest.raises(CaptureError, match=r"Tracing it raised IndexError.*out of range"):
         capture(Traced(), (torch.randn(4, 6),), {})
+
+
+def test_nothing_is_exported_while_it_is_traced():
+    class Asks(models.Chain):
+        def forward(self, x):
+            tells = (torch.compiler.is_exporting(), is_exporting())
+            return super().forward(2 * x if any(tells) else x)
+
+    captured = capture(Asks(), (torch.randn(4, 6),), {})
+    assert captured.checked == "train and eval"
+
+
+def test_a_text_without_padding_has_no_mask_as_in_the_model():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+    )
+    model = transformers.BertModel(config)
+    captured = capture(model, (), {"input_ids": torch.randint(50, (4, 8))})
+    (attention,) = (
+        node for node in captured.graph.nodes if "scaled_dot_product" in str(node.target)
+    )
+    assert attention.kwargs["attn_mask"] is None
 
 
 class Odd(tuple):

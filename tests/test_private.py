@@ -19,6 +19,9 @@ SETATTR = (
 )
 PRIVATE = {
     "torch._dynamo.functional_export._dynamo_graph_capture_for_export": "capture/dynamo.py",
+    "torch._dynamo.functional_export._compiling_state_context": "capture/dynamo.py",
+    "torch._dynamo.variables.torch.tracing_state_functions": "capture/dynamo.py",
+    "torch.compiler._is_compiling_flag": "capture/dynamo.py",
     "torch._dynamo.convert_frame.compile_lock": "runtime/random.py",
     "torch._dynamo.guards.build_guard_function": "capture/dynamo.py",
     "torch._dynamo.trace_rules.is_callable_allowed": "capture/rules.py",
@@ -177,6 +180,14 @@ def test_the_capture_takes_a_module_and_returns_a_function_of_its_inputs():
     from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
 
     assert next(iter(inspect.signature(_dynamo_graph_capture_for_export).parameters)) == "mod"
+
+
+def test_the_capture_tells_that_it_exports_by_the_state_that_is_replaced():
+    from torch._dynamo.functional_export import _compiling_state_context
+
+    with _compiling_state_context():
+        assert torch.compiler.is_exporting()
+        assert torch.compiler.is_compiling()
 
 
 def test_a_trace_keeps_where_sizes_became_numbers():

@@ -124,6 +124,7 @@ def dynamo_graph(
             quiet(),
             torch._dynamo.config.patch(_SETTINGS),
             patch("torch._dynamo.guards.build_guard_function", _no_guard),
+            patch("torch._dynamo.functional_export._compiling_state_context", _compiling),
             # A branch on values. What the checks would tell, a plain forward tells as it is read.
             patch.object(Distribution, "_validate_args", False),
             _average_by_a_number(model),
@@ -165,6 +166,22 @@ def _first_fixed(error: ConstraintViolationError) -> Sequence[FrameSummary]:
 def _no_guard(_parts: list[str], _arguments: str) -> tuple[str, str]:
     """Stands in for Dynamo's text of shape guards: a third of the time, for what nobody calls."""
     return "", "def ___make_guard_fn(*_): return lambda L: True"
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Stands in for the state of torch's capture, in which models are told that they are exported.
+
+    They would build masks, say, that they do without as they run. What tells them is a flag, or in
+    older torch a table of what is traced as a constant. Private to torch: tests/test_private.py.
+    """
+    from torch._dynamo.variables.torch import tracing_state_functions
+
+    with (
+        patch.object(torch.compiler, "_is_compiling_flag", True),
+        patch.dict(tracing_state_functions(), {torch.compiler.is_exporting: False}),
+    ):
+        yield
 
 
 @contextmanager
