@@ -785,6 +785,20 @@ def test_nothing_is_exported_while_it_is_traced():
     assert captured.checked == "train and eval"
 
 
+def test_a_scan_that_is_there_for_compiled_models_alone_is_left_out():
+    class Scans(models.Chain):
+        def forward(self, x):
+            from torch._higher_order_ops.associative_scan import associative_scan
+
+            if associative_scan is not None and torch.compiler.is_compiling():
+                x = associative_scan(torch.add, x, 1, combine_mode="generic")
+            else:
+                x = x.cumsum(1)
+            return super().forward(x)
+
+    assert capture(Scans(), (torch.randn(4, 6),), {}).checked == "train and eval"
+
+
 def test_a_text_without_padding_has_no_mask_as_in_the_model():
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(

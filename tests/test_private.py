@@ -22,6 +22,7 @@ PRIVATE = {
     "torch._dynamo.functional_export._compiling_state_context": "capture/dynamo.py",
     "torch._dynamo.variables.torch.tracing_state_functions": "capture/dynamo.py",
     "torch.compiler._is_compiling_flag": "capture/dynamo.py",
+    "torch._higher_order_ops.associative_scan": "capture/dynamo.py",
     "torch._dynamo.convert_frame.compile_lock": "runtime/random.py",
     "torch._dynamo.guards.build_guard_function": "capture/dynamo.py",
     "torch._dynamo.trace_rules.is_callable_allowed": "capture/rules.py",

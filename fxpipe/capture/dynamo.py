@@ -173,13 +173,16 @@ def _compiling() -> Iterator[None]:
     """Stands in for the state of torch's capture, in which models are told that they are exported.
 
     They would build masks, say, that they do without as they run. What tells them is a flag, or in
-    older torch a table of what is traced as a constant. Private to torch: tests/test_private.py.
+    older torch a table of what is traced as a constant. A scan that libraries import where they are
+    compiled and not exported, and use there alone, is not there. Private to torch:
+    tests/test_private.py.
     """
     from torch._dynamo.variables.torch import tracing_state_functions
 
     with (
         patch.object(torch.compiler, "_is_compiling_flag", True),
         patch.dict(tracing_state_functions(), {torch.compiler.is_exporting: False}),
+        patch("torch._higher_order_ops.associative_scan.associative_scan", None),
     ):
         yield
 
