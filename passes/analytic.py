@@ -101,4 +101,4 @@ def analytic(
 
 def _place(capture: Capture, node: fx.Node) -> str:
     source = capture.ops[node.name].source if node.name in capture.ops else None
-    return f"at {source.file}, line {source.line}: {source.text}" if source else f"at {node.name}"
+    return f"at {source or node.name}"
